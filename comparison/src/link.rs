@@ -11,7 +11,7 @@ use iceoryx2::port::subscriber::Subscriber as IceoryxSubscriber;
 use iceoryx2::port::update_connections::UpdateConnections;
 use iceoryx2::prelude::{BackpressureStrategy, Node, NodeBuilder, ipc};
 use serde::{Deserialize, Serialize};
-use warpipe::{Device, Domain, OptionalExtension, Publisher, Stream, Subscriber};
+use warpipe::{Device, Domain, OptionalExtension, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions};
 use warpipe_bench::PATIENCE;
 use warpipe_bench::peer_process::Control;
 use warpipe_bench::raw::{LINE_BYTES, SharedMemory};
@@ -152,11 +152,11 @@ pub struct OurProducer {
 impl OurProducer {
     pub fn new(domain: &Domain, name: &str) -> anyhow::Result<OurProducer> {
         let device = Device::host();
-        let publisher = Publisher::builder(name)
-            .domain(domain)
-            .device(&device)
-            .depth(DEPTH as u32)
-            .build()?;
+        let options = PublisherOptions {
+            depth: DEPTH as u32,
+            ..PublisherOptions::at(domain, &device)
+        };
+        let publisher = Publisher::new(name, options)?;
         let stream = device.stream()?;
         Ok(OurProducer { publisher, stream })
     }
@@ -178,11 +178,7 @@ pub struct OurConsumer {
 impl OurConsumer {
     pub fn new(domain: &Domain, name: &str, wait: Wait) -> anyhow::Result<OurConsumer> {
         let device = Device::host();
-        let subscriber = Subscriber::builder(name)
-            .domain(domain)
-            .device(&device)
-            .spin(Duration::ZERO)
-            .wait_for_publisher(PATIENCE)?;
+        let subscriber = Subscriber::wait_for(name, SubscriberOptions { spin: Duration::ZERO, ..SubscriberOptions::at(domain, &device) }, PATIENCE)?;
         let stream = device.stream()?;
         Ok(OurConsumer {
             subscriber,

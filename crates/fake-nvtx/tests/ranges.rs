@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use warpipe::nvtx::{State, state};
-use warpipe::{Device, Domain, Layout, Publisher, Queue, Subscriber, Worker};
+use warpipe::{
+    Device, Domain, Layout, Publisher, PublisherOptions, Queue, QueueOptions, Subscriber,
+    SubscriberOptions, Worker, WorkerOptions,
+};
 use warpipe_testkit::{TempDir, temporary_folder, this_program};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -107,16 +110,8 @@ fn names(threads: &HashMap<String, Vec<String>>) -> Vec<String> {
 #[ignore = "run by the cases, in a process of its own"]
 fn child() {
     let (domain, device) = (Domain::from_environment().unwrap(), Device::host());
-    let publisher = Publisher::builder("a")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let mut subscriber = Subscriber::builder("a")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device)).unwrap();
+    let mut subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device)).unwrap();
     let (sending, receiving) = (device.stream().unwrap(), device.stream().unwrap());
     publisher.send_bytes(&sending, b"one").unwrap();
     publisher
@@ -128,16 +123,8 @@ fn child() {
     let second = subscriber.receive(&receiving, LIMIT).unwrap();
     assert_eq!(first.to_vec(LIMIT).unwrap(), b"one");
     second.finish(LIMIT).unwrap();
-    let queue = Queue::builder("jobs")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let mut worker = Worker::builder("jobs")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let queue = Queue::new("jobs", QueueOptions::at(&domain, &device)).unwrap();
+    let mut worker = Worker::new("jobs", WorkerOptions::at(&domain, &device)).unwrap();
     let job = queue.submit_bytes(b"three", &sending).unwrap();
     worker
         .lease(&receiving, LIMIT)

@@ -10,7 +10,9 @@ use std::ptr::null_mut;
 use std::time::Instant;
 
 use anyhow::ensure;
-use warpipe::{DType, DeviceKind, Layout, Publisher, Stream, Subscriber};
+use warpipe::{
+    DType, DeviceKind, Layout, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions,
+};
 use warpipe_c::warpipe_status::WARPIPE_OK;
 use warpipe_c::{
     warpipe_device, warpipe_domain, warpipe_layout, warpipe_loan, warpipe_publisher,
@@ -69,15 +71,13 @@ struct Rust {
 impl Rust {
     fn open(setup: &Setup) -> anyhow::Result<Rust> {
         let name = "bench/c/rust";
-        let publisher = Publisher::builder(name)
-            .domain(&setup.domain)
-            .device(&setup.device)
-            .depth(2 * BURST as u32)
-            .build()?;
-        let subscriber = Subscriber::builder(name)
-            .domain(&setup.domain)
-            .device(&setup.device)
-            .build()?;
+        let options = PublisherOptions {
+            depth: 2 * BURST as u32,
+            ..PublisherOptions::at(&setup.domain, &setup.device)
+        };
+        let publisher = Publisher::new(name, options)?;
+        let subscriber =
+            Subscriber::new(name, SubscriberOptions::at(&setup.domain, &setup.device))?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         Ok(Rust {
             stream: setup.device.stream()?,

@@ -12,7 +12,9 @@ use anyhow::{Context, bail, ensure};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use warpipe::clock::now_ns;
-use warpipe::{Error, Layout, PeerState, Publisher, PublisherBuilder, Subscriber};
+use warpipe::{
+    Error, Layout, PeerState, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+};
 use warpipe_testkit::figure::{Figure, Quantiles, Wanted};
 use warpipe_testkit::wait_readable;
 
@@ -302,11 +304,10 @@ struct AfterSubscriber {
 }
 
 fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterSubscriber> {
-    let publisher = build(|| {
-        let builder = Publisher::builder(NAME)
-            .domain(&setup.domain)
-            .device(&setup.device);
-        builder.memory_limit(MEMORY_BYTES).loan_timeout(PATIENCE)
+    let publisher = publisher_once_free(PublisherOptions {
+        memory_limit: MEMORY_BYTES,
+        loan_timeout: PATIENCE,
+        ..PublisherOptions::at(&setup.domain, &setup.device)
     })?;
     let peer = PeerProcess::start(&Role::Victim(Terms {
         place: setup.place(),
@@ -360,23 +361,26 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
     })
 }
 
-/// Builds a publisher once the victim before it, or that victim's child, no longer holds the name.
-fn build(builder: impl Fn() -> PublisherBuilder) -> anyhow::Result<Publisher> {
+/// A publisher, once the victim before it, or that victim's child, no longer holds the name.
+fn publisher_once_free(options: PublisherOptions) -> anyhow::Result<Publisher> {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        match builder().build() {
+        match Publisher::new(NAME, options.clone()) {
             Err(Error::NameTaken { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(ASK_EVERY)
             }
-            built => return Ok(built?),
+            made => return Ok(made?),
         }
     }
 }
 
 fn subscriber(place: &BenchDomain) -> anyhow::Result<Subscriber> {
     let (device, domain) = place.open()?;
-    let builder = Subscriber::builder(NAME).domain(&domain).device(&device);
-    Ok(builder.wait_for_publisher(PATIENCE)?)
+    Ok(Subscriber::wait_for(
+        NAME,
+        SubscriberOptions::at(&domain, &device),
+        PATIENCE,
+    )?)
 }
 
 /// The victim's part, up to its death.
@@ -420,7 +424,7 @@ fn fork_unseen() -> anyhow::Result<i32> {
 
 fn publish(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
-    let publisher = build(|| Publisher::builder(NAME).domain(&domain).device(&device))?;
+    let publisher = publisher_once_free(PublisherOptions::at(&domain, &device))?;
     control.send(&())?;
     control.hear::<()>()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;

@@ -5,7 +5,10 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{DType, Device, DeviceId, Layout, Publisher, Stream, Subscriber};
+use warpipe::{
+    DType, Device, DeviceId, Layout, Publisher, PublisherOptions, Stream, Subscriber,
+    SubscriberOptions,
+};
 use warpipe_bench::raw::{Memory, Words, enqueue};
 use warpipe_testkit::figure::{Figure, Wanted};
 
@@ -77,11 +80,11 @@ pub fn measure(
 ) -> anyhow::Result<Measured> {
     let words = Words::create(&setup.device, 2 * subscribers)?;
     let memory = Memory::allocate(&setup.device, u64::from(IN_FLIGHT) * SLOT_BYTES)?;
-    let publisher = Publisher::builder(NAME)
-        .domain(&setup.domain)
-        .device(&setup.device)
-        .depth(IN_FLIGHT)
-        .build()?;
+    let options = PublisherOptions {
+        depth: IN_FLIGHT,
+        ..PublisherOptions::at(&setup.domain, &setup.device)
+    };
+    let publisher = Publisher::new(NAME, options)?;
     let rounds = setup.rounds();
     let mut partners = Vec::new();
     for index in 0..subscribers {
@@ -235,10 +238,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let words = Words::open(&device, control.receive_fd()?, 2 * terms.subscribers)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let memory = Memory::import(&device, control.receive_fd()?, bytes, owner)?;
-    let subscriber = Subscriber::builder(NAME)
-        .domain(&domain)
-        .device(&device)
-        .build()?;
+    let subscriber = Subscriber::new(NAME, SubscriberOptions::at(&domain, &device))?;
     let errors = Words::create(&device, 1)?;
     let stream = device.stream()?;
     let mut sink = Sink {

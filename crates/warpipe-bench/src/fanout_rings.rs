@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
+use warpipe::{Device, Domain, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions};
 use warpipe_bench::raw::{LINE_BYTES, SharedMemory};
 use warpipe_cli::device_arg::DeviceArg;
 use warpipe_testkit::figure::{Figure, Wanted};
@@ -63,11 +63,11 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Measured> {
     let (memory, emptied) = (SharedMemory::create(subscribers * LINES)?, doorbell()?);
     let device = Device::host();
-    let publisher = Publisher::builder(NAME)
-        .domain(&setup.domain)
-        .device(&device)
-        .depth(DEPTH as u32)
-        .build()?;
+    let options = PublisherOptions {
+        depth: DEPTH as u32,
+        ..PublisherOptions::at(&setup.domain, &device)
+    };
+    let publisher = Publisher::new(NAME, options)?;
     let (mut partners, mut doorbells) = (Vec::new(), Vec::new());
     let processes = subscribers.min(PROCESSES_MAX);
     let threads = subscribers / processes;
@@ -172,11 +172,11 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
 }
 
 fn read(terms: &Terms, mut ring: Ring<'_>, device: &Device, domain: &Domain) -> anyhow::Result<()> {
-    let mut subscriber = Subscriber::builder(NAME)
-        .domain(domain)
-        .device(device)
-        .spin(SPIN)
-        .build()?;
+    let options = SubscriberOptions {
+        spin: SPIN,
+        ..SubscriberOptions::at(domain, device)
+    };
+    let mut subscriber = Subscriber::new(NAME, options)?;
     let stream = device.stream()?;
     for _ in 0..=terms.rounds {
         for item in 0..terms.items {

@@ -10,7 +10,8 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use warpipe::{
-    DType, Device, DeviceId, DevicePtr, Domain, Layout, Publisher, Sample, Stream, Subscriber,
+    DType, Device, DeviceId, DevicePtr, Domain, Layout, Publisher, PublisherOptions, Sample,
+    Stream, Subscriber, SubscriberOptions,
 };
 use warpipe_bench::raw::{Memory, Words, enqueue};
 use warpipe_testkit::figure;
@@ -147,13 +148,13 @@ pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     let layout = Layout::bytes_only(terms.bytes)?;
     // Room for what is in flight and the loan beside it.
     let limit = (terms.bytes * u64::from(terms.depth + 2)).max(64 << 20);
-    let publisher = Publisher::builder("bench/ping")
-        .domain(&setup.domain)
-        .device(&setup.device)
-        .depth(terms.depth)
-        .memory_limit(limit)
-        .loan_timeout(PATIENCE)
-        .build()?;
+    let options = PublisherOptions {
+        depth: terms.depth,
+        memory_limit: limit,
+        loan_timeout: PATIENCE,
+        ..PublisherOptions::at(&setup.domain, &setup.device)
+    };
+    let publisher = Publisher::new("bench/ping", options)?;
     control.send(&())?;
     let subscriber = subscriber("bench/pong", &setup.domain, &setup.device)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
@@ -204,10 +205,14 @@ pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Resul
     } else {
         5_000
     };
-    let builder = Subscriber::builder(name).domain(domain).device(device);
-    Ok(builder
-        .spin(std::time::Duration::from_micros(spin))
-        .wait_for_publisher(PATIENCE)?)
+    Ok(Subscriber::wait_for(
+        name,
+        SubscriberOptions {
+            spin: std::time::Duration::from_micros(spin),
+            ..SubscriberOptions::at(domain, device)
+        },
+        PATIENCE,
+    )?)
 }
 
 /// A's part.
@@ -323,11 +328,11 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     fill_with_ones(&stream, &own)?;
     let theirs = exchange(control, &device, &own)?;
     let layout = Layout::contiguous(DType::F32, &[FLOATS])?;
-    let publisher = Publisher::builder("bench/pong")
-        .domain(&domain)
-        .device(&device)
-        .depth(terms.depth)
-        .build()?;
+    let options = PublisherOptions {
+        depth: terms.depth,
+        ..PublisherOptions::at(&domain, &device)
+    };
+    let publisher = Publisher::new("bench/pong", options)?;
     control.hear::<()>()?;
     let subscriber = subscriber("bench/ping", &domain, &device)?;
     control.hear::<()>()?;

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use warpipe::{Access, Device, DeviceId, DevicePtr, Domain, KernelRing, Stream};
+use warpipe::{
+    Access, Device, DeviceId, DevicePtr, Domain, KernelRing, KernelRingOptions, OpenOptions, Stream,
+};
 use warpipe_bench::raw::Memory;
 use warpipe_cli::device_arg::DeviceArg;
 use warpipe_kernels::ring::{self, Bare, Items};
@@ -333,17 +335,23 @@ fn create(
     slot_bytes: u64,
     depth: u32,
 ) -> anyhow::Result<KernelRing> {
-    let builder = KernelRing::builder(name).domain(domain).device(device);
-    Ok(builder
-        .slot_bytes(slot_bytes)
-        .depth(depth)
-        .allow_time_slices()
-        .build()?)
+    Ok(KernelRing::new(
+        name,
+        KernelRingOptions {
+            slot_bytes,
+            depth,
+            allow_time_slices: true,
+            ..KernelRingOptions::at(domain, device)
+        },
+    )?)
 }
 
 fn open(domain: &Domain, device: &Device, name: &str) -> anyhow::Result<KernelRing> {
-    let opener = KernelRing::opener(name).domain(domain).device(device);
-    Ok(opener.open(PATIENCE)?)
+    Ok(KernelRing::open(
+        name,
+        OpenOptions::at(domain, device),
+        PATIENCE,
+    )?)
 }
 
 /// One process's end of both.

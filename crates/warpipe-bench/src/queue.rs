@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use warpipe::{
-    DType, Device, Domain, Error, Layout, Publisher, Queue, ResultOrder, Stream, Subscriber, Worker,
+    DType, Device, Domain, Error, Layout, Publisher, PublisherOptions, Queue, QueueOptions,
+    ResultOrder, Stream, Subscriber, Worker, WorkerOptions,
 };
 use warpipe_testkit::figure;
 use warpipe_testkit::figure::{Figure, Wanted};
@@ -71,15 +72,12 @@ fn round_trip(setup: &Setup) -> anyhow::Result<Figure> {
         trips,
     }))?;
     let (device, domain) = (&setup.device, &setup.domain);
-    let publisher = Publisher::builder(PING)
-        .domain(domain)
-        .device(device)
-        .build()?;
-    let queue = Queue::builder(QUEUE)
-        .domain(domain)
-        .device(device)
-        .spin(spin(device))
-        .build()?;
+    let publisher = Publisher::new(PING, PublisherOptions::at(domain, device))?;
+    let options = QueueOptions {
+        spin: spin(device),
+        ..QueueOptions::at(domain, device)
+    };
+    let queue = Queue::new(QUEUE, options)?;
     peer.control.send(&())?;
     let mut pong = subscriber(PONG, domain, device)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
@@ -173,10 +171,7 @@ fn answer(
 ) -> anyhow::Result<()> {
     let (device, domain) = place.open()?;
     let stream = device.stream()?;
-    let pong = Publisher::builder(PONG)
-        .domain(&domain)
-        .device(&device)
-        .build()?;
+    let pong = Publisher::new(PONG, PublisherOptions::at(&domain, &device))?;
     control.hear::<()>()?;
     let mut ping = subscriber(PING, &domain, &device)?;
     let mut worker = worker(QUEUE, &domain, &device)?;
@@ -206,9 +201,15 @@ fn answer(
 }
 
 fn worker(queue: &str, domain: &Domain, device: &Device) -> anyhow::Result<Worker> {
-    let builder = Worker::builder(queue).domain(domain).device(device);
-    let builder = builder.answer_timeout(PATIENCE).spin(spin(device));
-    Ok(builder.wait_for_queue(PATIENCE)?)
+    Ok(Worker::wait_for(
+        queue,
+        WorkerOptions {
+            answer_timeout: PATIENCE,
+            spin: spin(device),
+            ..WorkerOptions::at(domain, device)
+        },
+        PATIENCE,
+    )?)
 }
 
 /// Jobs of one millisecond: four workers beside one.
@@ -235,11 +236,11 @@ fn several_workers(setup: &Setup) -> anyhow::Result<Figure> {
 /// Microseconds a job, for each round.
 fn workers_rate(setup: &Setup, workers: usize, jobs: usize) -> anyhow::Result<Vec<f64>> {
     let (device, domain) = (&setup.device, &setup.domain);
-    let queue = Queue::builder(WORKERS)
-        .domain(domain)
-        .device(device)
-        .order(ResultOrder::Completion)
-        .build()?;
+    let options = QueueOptions {
+        order: ResultOrder::Completion,
+        ..QueueOptions::at(domain, device)
+    };
+    let queue = Queue::new(WORKERS, options)?;
     let terms = || {
         Role::Queue(Terms::Work {
             place: setup.place(),

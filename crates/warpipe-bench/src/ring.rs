@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use warpipe::OptionalExtension;
-use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
+use warpipe::{Device, Domain, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions};
 use warpipe_bench::raw::{LINE_BYTES, SharedMemory};
 use warpipe_cli::device_arg::DeviceArg;
 use warpipe_testkit::figure::{Figure, Quantiles, Wanted};
@@ -186,11 +186,13 @@ fn copy_out(sample: &warpipe::Sample) -> anyhow::Result<Payload> {
 }
 
 fn publisher(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Publisher> {
-    Ok(Publisher::builder(name)
-        .domain(domain)
-        .device(device)
-        .depth(DEPTH as u32)
-        .build()?)
+    Ok(Publisher::new(
+        name,
+        PublisherOptions {
+            depth: DEPTH as u32,
+            ..PublisherOptions::at(domain, device)
+        },
+    )?)
 }
 
 fn subscriber(
@@ -204,11 +206,14 @@ fn subscriber(
     } else {
         Duration::from_millis(1)
     };
-    let builder = Subscriber::builder(name)
-        .domain(domain)
-        .device(device)
-        .spin(spin);
-    Ok(builder.wait_for_publisher(PATIENCE)?)
+    Ok(Subscriber::wait_for(
+        name,
+        SubscriberOptions {
+            spin,
+            ..SubscriberOptions::at(domain, device)
+        },
+        PATIENCE,
+    )?)
 }
 
 /// The other process's part: gives everything back.

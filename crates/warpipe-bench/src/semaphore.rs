@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use warpipe::{Access, Device, DeviceId, Domain, Semaphore, Stream};
+use warpipe::{Access, Device, DeviceId, Domain, OpenOptions, Semaphore, SemaphoreOptions, Stream};
 use warpipe_bench::raw::{Memory, SharedMemory};
 use warpipe_testkit::figure::{Figure, Wanted};
 
@@ -45,15 +45,16 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 fn uncontended(setup: &Setup) -> anyhow::Result<Figure> {
-    let _creator = Semaphore::builder(NAME)
-        .permits(1)
-        .domain(&setup.domain)
-        .device(&setup.device)
-        .build()?;
-    let member = Semaphore::opener(NAME)
-        .domain(&setup.domain)
-        .device(&setup.device)
-        .open(Duration::ZERO)?;
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(&setup.domain, &setup.device)
+    };
+    let _creator = Semaphore::new(NAME, options)?;
+    let member = Semaphore::open(
+        NAME,
+        OpenOptions::at(&setup.domain, &setup.device),
+        Duration::ZERO,
+    )?;
     let memory = SharedMemory::create(1)?;
     let [word, ..] = memory.line(0);
     let pairs = setup.times(200_000) as u64;
@@ -105,11 +106,13 @@ fn handed_over(setup: &Setup) -> anyhow::Result<Figure> {
         trips: setup.times(2_000) as u64,
         spins: setup.times(40) as u64,
     };
-    let _creator = Semaphore::builder(NAME)
-        .permits(1)
-        .domain(&setup.domain)
-        .device(&setup.device)
-        .build()?;
+    let _creator = Semaphore::new(
+        NAME,
+        SemaphoreOptions {
+            permits: 1,
+            ..SemaphoreOptions::at(&setup.domain, &setup.device)
+        },
+    )?;
     let (flag, board) = (
         Memory::allocate(&setup.device, 8)?,
         SharedMemory::create(1)?,
@@ -196,10 +199,7 @@ impl End {
         parity: u64,
     ) -> anyhow::Result<End> {
         Ok(End {
-            semaphore: Semaphore::opener(NAME)
-                .domain(domain)
-                .device(device)
-                .open(Duration::ZERO)?,
+            semaphore: Semaphore::open(NAME, OpenOptions::at(domain, device), Duration::ZERO)?,
             stream: device.stream()?,
             cell: Memory::allocate(device, 8)?,
             flag,

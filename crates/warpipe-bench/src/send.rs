@@ -11,7 +11,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use warpipe::backend::testing::{Counting, Wrapped};
-use warpipe::{DType, Device, Domain, Layout, Publisher, Stream, Subscriber};
+use warpipe::{
+    DType, Device, Domain, Layout, Publisher, PublisherOptions, Stream, Subscriber,
+    SubscriberOptions,
+};
 use warpipe_bench::raw::{Words, enqueue};
 use warpipe_testkit::figure::{Figure, Quantiles, Wanted, median};
 
@@ -106,17 +109,12 @@ struct SendBench {
 impl SendBench {
     fn open(device: &Device, domain: &Domain, subscribers: usize) -> anyhow::Result<SendBench> {
         let depth = 2 * BURST as u32;
-        let publisher = Publisher::builder(NAME)
-            .domain(domain)
-            .device(device)
-            .depth(depth)
-            .build()?;
-        let subscriber = |_| {
-            Subscriber::builder(NAME)
-                .domain(domain)
-                .device(device)
-                .build()
+        let options = PublisherOptions {
+            depth,
+            ..PublisherOptions::at(domain, device)
         };
+        let publisher = Publisher::new(NAME, options)?;
+        let subscriber = |_| Subscriber::new(NAME, SubscriberOptions::at(domain, device));
         let subscribers = (0..subscribers)
             .map(subscriber)
             .collect::<warpipe::Result<Vec<_>>>()?;

@@ -12,7 +12,10 @@ use anyhow::ensure;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 use warpipe::statistics::Observer;
-use warpipe::{DType, Device, Domain, Layout, Publisher, Stream, Subscriber};
+use warpipe::{
+    DType, Device, Domain, Layout, Publisher, PublisherOptions, Stream, Subscriber,
+    SubscriberOptions,
+};
 use warpipe_cli::device_arg::DeviceArg;
 use warpipe_testkit::figure::{Figure, Wanted, median};
 
@@ -136,15 +139,12 @@ struct Pair {
 
 impl Pair {
     fn open(device: &Device, domain: &Domain, name: &str) -> anyhow::Result<Pair> {
-        let publisher = Publisher::builder(name)
-            .domain(domain)
-            .device(device)
-            .depth(2 * BURST as u32)
-            .build()?;
-        let subscriber = Subscriber::builder(name)
-            .domain(domain)
-            .device(device)
-            .build()?;
+        let options = PublisherOptions {
+            depth: 2 * BURST as u32,
+            ..PublisherOptions::at(domain, device)
+        };
+        let publisher = Publisher::new(name, options)?;
+        let subscriber = Subscriber::new(name, SubscriberOptions::at(domain, device))?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         let mut pair = Pair {
             stream: device.stream()?,

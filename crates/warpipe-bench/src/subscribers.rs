@@ -10,7 +10,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use warpipe::OptionalExtension;
-use warpipe::{DType, Layout, Publisher, Stream, Subscriber};
+use warpipe::{DType, Layout, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions};
 use warpipe_testkit::figure::{Figure, Quantiles, median};
 
 use super::Role;
@@ -89,12 +89,12 @@ fn measure(setup: &Setup, count: usize) -> anyhow::Result<Vec<Figure>> {
     allow_descriptors(count)?;
     let before = footprint()?;
     let limit = count as u32 + 1;
-    let publisher = Publisher::builder(NAME)
-        .domain(&setup.domain)
-        .device(&setup.device)
-        .depth(2 * BURST as u32)
-        .subscribers_max(4 * limit)
-        .build()?;
+    let options = PublisherOptions {
+        depth: 2 * BURST as u32,
+        subscribers_max: 4 * limit,
+        ..PublisherOptions::at(&setup.domain, &setup.device)
+    };
+    let publisher = Publisher::new(NAME, options)?;
     let peer = PeerProcess::start(&Role::Subscribers(Terms {
         place: setup.place(),
         subscribers: count,
@@ -218,10 +218,7 @@ pub fn live(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let before = footprint()?;
     for _ in 0..terms.subscribers {
         let start = Instant::now();
-        let subscriber = Subscriber::builder(NAME)
-            .domain(&domain)
-            .device(&device)
-            .build()?;
+        let subscriber = Subscriber::new(NAME, SubscriberOptions::at(&domain, &device))?;
         ns.push(start.elapsed().as_nanos() as u64);
         subscribers.push(subscriber);
     }

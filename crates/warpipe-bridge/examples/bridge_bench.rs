@@ -13,7 +13,7 @@ use anyhow::{Context, anyhow, ensure};
 use clap::Parser;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
-use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
+use warpipe::{Device, Domain, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions};
 use warpipe_bench::PATIENCE;
 use warpipe_bench::peer_process::{Control, PeerProcess};
 use warpipe_bridge::{Bridge, Options};
@@ -193,11 +193,13 @@ fn measure(terms: &Terms) -> anyhow::Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for &case in &terms.cases {
         let build = |name: String| {
-            Publisher::builder(&name)
-                .domain(&domain)
-                .device(&device)
-                .depth(case.depth())
-                .build()
+            Publisher::new(
+                &name,
+                PublisherOptions {
+                    depth: case.depth(),
+                    ..PublisherOptions::at(&domain, &device)
+                },
+            )
         };
         let [exported, local] = case.names().map(build);
         let (exported, local) = (exported?, local?);
@@ -397,10 +399,11 @@ fn receive_all(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let items = zenoh.declare_subscriber(KEY).wait();
     let items = items.map_err(|e| anyhow!("{e}"))?;
     let attach = |name: &str, domain: &Path| {
-        Subscriber::builder(name)
-            .domain(&Domain::at(domain)?)
-            .device(&device)
-            .wait_for_publisher(PATIENCE)
+        Subscriber::wait_for(
+            name,
+            SubscriberOptions::at(&Domain::at(domain)?, &device),
+            PATIENCE,
+        )
     };
     for case in &terms.cases {
         let [exported, local] = case.names();

@@ -6,7 +6,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use warpipe::{DeviceKind, Error as Local, ErrorKind, Sample, Stream, Subscriber};
+use warpipe::{
+    DeviceKind, Error as Local, ErrorKind, Sample, Stream, Subscriber, SubscriberOptions,
+};
 
 use crate::error::{Error, Result};
 use crate::lane::{Content, LaneCounts, LaneSender, Outgoing, SLICE};
@@ -99,10 +101,10 @@ impl Export {
 
     fn export(&self) -> Result<End> {
         let device = &self.options.device;
-        let mut subscriber = Subscriber::builder(&self.name)
-            .domain(&self.options.domain)
-            .device(device)
-            .build()?;
+        let mut subscriber = Subscriber::new(
+            &self.name,
+            SubscriberOptions::at(&self.options.domain, device),
+        )?;
         let generation = subscriber.publisher_source().unwrap_or_default();
         let (name, lane) = (self.name.clone(), self.sender.lane);
         let purpose = Purpose::Samples { name, generation };

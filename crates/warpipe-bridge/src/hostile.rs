@@ -8,7 +8,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use warpipe::{DType, Device, Domain, Layout, Subscriber, Worker};
+use warpipe::{
+    DType, Device, Domain, Layout, Subscriber, SubscriberOptions, Worker, WorkerOptions,
+};
 use zenoh::Wait;
 use zenoh::bytes::ZBytes;
 use zenoh::sample::Sample;
@@ -352,11 +354,11 @@ fn samples_that_come_in_one_part_are_published_one_by_one_for_one_credit() {
     let peer = world.peer(1);
     let lane = peer.begun("from/several");
     let device = Device::host();
-    let mut subscriber = Subscriber::builder("from/several")
-        .domain(&world.domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let mut subscriber = Subscriber::new(
+        "from/several",
+        SubscriberOptions::at(&world.domain, &device),
+    )
+    .unwrap();
     let stream = device.stream().unwrap();
     // Some of 70,000 bytes: Zenoh cuts such a message into pieces of its own.
     let sizes: [u64; 6] = [1, 70_000, 0, 3, 70_000, 2];
@@ -769,11 +771,8 @@ fn a_peer_that_floods_keeps_no_other_one_waiting_and_the_bridge_can_end() {
     for number in 0..8 {
         let name = format!("from/kept-{number}");
         let lane = honest.begun(&name);
-        let mut subscriber = Subscriber::builder(&name)
-            .domain(&world.domain)
-            .device(&Device::host())
-            .build()
-            .unwrap();
+        let mut subscriber =
+            Subscriber::new(&name, SubscriberOptions::at(&world.domain, &Device::host())).unwrap();
         let stream = Device::host().stream().unwrap();
         honest.sample(lane, 1, 1, 8, 8);
         let sample = subscriber.receive(&stream, LONG).unwrap();
@@ -816,8 +815,8 @@ fn a_lane_begins_again_once_what_came_on_the_one_before_is_published() {
     let peer = world.peer(1);
     let (device, name) = (Device::host(), "from/kept");
     let lane = peer.begun(name);
-    let builder = Subscriber::builder(name).domain(&world.domain);
-    let mut subscriber = builder.device(&device).build().unwrap();
+    let mut subscriber =
+        Subscriber::new(name, SubscriberOptions::at(&world.domain, &device)).unwrap();
     for sequence in 1..=6 {
         peer.sample(lane, sequence, sequence, 8, 8);
     }
@@ -844,8 +843,8 @@ fn a_name_that_waits_long_for_device_memory_says_so_once_and_goes_on_when_there_
     let peer = world.peer(1);
     let (device, name, length) = (Device::host(), "from/large", 700_000);
     let lane = peer.begun(name);
-    let builder = Subscriber::builder(name).domain(&world.domain);
-    let mut subscriber = builder.device(&device).build().unwrap();
+    let mut subscriber =
+        Subscriber::new(name, SubscriberOptions::at(&world.domain, &device)).unwrap();
     let stream = device.stream().unwrap();
     let mut received = |sequence| {
         peer.sample(lane, sequence, sequence, length, length as usize);
@@ -968,8 +967,7 @@ fn an_exporter_that_gives_no_credit_holds_up_no_outcome_for_another_of_its_machi
         };
         peer.send_with(Message::Part(part), 8);
         let worker = worker.get_or_insert_with(|| {
-            let worker = Worker::builder("work").domain(&world.domain);
-            worker.device(&device).build().unwrap()
+            Worker::new("work", WorkerOptions::at(&world.domain, &device)).unwrap()
         });
         let lease = worker.lease(&stream, LONG).unwrap();
         lease.complete(&stream).unwrap();

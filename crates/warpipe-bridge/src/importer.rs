@@ -4,7 +4,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 use warpipe::{
-    DeviceKind, Error as Local, Layout, Policy as LocalPolicy, Publisher, SampleMut, Stream,
+    DeviceKind, Error as Local, Layout, Policy as LocalPolicy, Publisher, PublisherOptions,
+    SampleMut, Stream,
 };
 use zenoh::bytes::ZBytes;
 
@@ -175,16 +176,18 @@ impl Import {
     /// Takes the name here, or `remote/HOST/NAME` where another process has it.
     fn publish(&self, options: &Options, lane: &LaneReceiver, generation: Id) -> Result<Published> {
         let build = |name: &str| {
-            Publisher::builder(name)
-                .domain(&options.domain)
-                .device(&options.device)
-                .memory_limit(options.memory_limit)
-                .depth(options.depth)
-                .history(options.history.min(options.depth))
-                .policy(LocalPolicy::Block { timeout: SLICE })
-                .loan_timeout(SLICE)
-                .forwards(generation)
-                .build()
+            Publisher::new(
+                name,
+                PublisherOptions {
+                    memory_limit: options.memory_limit,
+                    depth: options.depth,
+                    history: options.history.min(options.depth),
+                    policy: LocalPolicy::Block { timeout: SLICE },
+                    loan_timeout: SLICE,
+                    forwards: Some(generation),
+                    ..PublisherOptions::at(&options.domain, &options.device)
+                },
+            )
         };
         let mut attempts = 0;
         let publisher = loop {

@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use warpipe::{AnswerError, AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker};
+use warpipe::{
+    AnswerError, AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker, WorkerOptions,
+};
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
@@ -230,12 +232,14 @@ impl QueueExport {
     }
 
     fn worker(&self) -> Result<Worker> {
-        let worker = Worker::builder(&self.name)
-            .domain(&self.options.domain)
-            .device(&self.options.device)
-            .memory_limit(self.options.memory_limit)
-            .answer_timeout(SLICE)
-            .build()?;
+        let worker = Worker::new(
+            &self.name,
+            WorkerOptions {
+                memory_limit: self.options.memory_limit,
+                answer_timeout: SLICE,
+                ..WorkerOptions::at(&self.options.domain, &self.options.device)
+            },
+        )?;
         Ok(worker)
     }
 
@@ -655,7 +659,7 @@ fn try_reply(
 
 #[cfg(test)]
 mod tests {
-    use warpipe::{DType, Layout, Queue};
+    use warpipe::{DType, Layout, Queue, QueueOptions};
 
     use super::*;
     use crate::lane::ReceiveMemory;
@@ -689,8 +693,7 @@ mod tests {
         options.memory_limit = 2 << 20;
         let options = Arc::new(options);
         let (_session, outbox) = session::alone(&options);
-        let queue = Queue::builder("work").domain(&options.domain);
-        let queue = queue.device(&options.device).build().unwrap();
+        let queue = Queue::new("work", QueueOptions::at(&options.domain, &options.device)).unwrap();
         let stream = options.device.stream().unwrap();
         let _job = queue.submit_bytes(b"work", &stream).unwrap();
         let export = QueueExport::new("work", [2; 16], &options);
@@ -760,8 +763,7 @@ mod tests {
         options.lease = 2 * SLICE;
         let options = Arc::new(options);
         let (_session, outbox) = session::alone(&options);
-        let queue = Queue::builder("work").domain(&options.domain);
-        let queue = queue.device(&options.device).build().unwrap();
+        let queue = Queue::new("work", QueueOptions::at(&options.domain, &options.device)).unwrap();
         let given = options.device.stream().unwrap();
         let job = queue.submit_bytes(b"work", &given).unwrap();
         let export = QueueExport::new("work", [2; 16], &options);
@@ -798,9 +800,7 @@ mod tests {
         let (_folder, options) = options();
         let (_session, outbox) = session::alone(&options);
         let lane = LaneReceiver::new([1; 16], [2; 16], window(), outbox);
-        let queue = Queue::builder("work");
-        let queue = queue.domain(&options.domain).device(&options.device);
-        let queue = queue.build().unwrap();
+        let queue = Queue::new("work", QueueOptions::at(&options.domain, &options.device)).unwrap();
         let export = QueueExport::new("work", [2; 16], &options);
         let mut worker = export.worker().unwrap();
         let layout = Layout::contiguous(DType::U8, &[16]).unwrap();

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warpipe::{
-    Error as Local, JobEnd, JobHandle, JobResult, Layout, Loan, Queue, ResultOrder, Stream,
-    SubmitError,
+    Error as Local, JobEnd, JobHandle, JobResult, Layout, Loan, Queue, QueueOptions, ResultOrder,
+    Stream, SubmitError,
 };
 use zenoh::bytes::ZBytes;
 
@@ -231,16 +231,18 @@ impl QueueImport {
     /// The queue: under the name here, or `remote/HOST/NAME` where another process has it.
     fn open(&self, lane: &LaneReceiver) -> Result<Option<Arc<Queue>>> {
         let build = |name: &str| {
-            Queue::builder(name)
-                .domain(&self.options.domain)
-                .device(&self.options.device)
-                .memory_limit(self.options.memory_limit)
-                // The exporter's queue tries again.
-                .max_attempts(1)
-                .prefetch(1)
-                .order(ResultOrder::Completion)
-                .submit_timeout(SLICE)
-                .build()
+            Queue::new(
+                name,
+                QueueOptions {
+                    memory_limit: self.options.memory_limit,
+                    // The exporter's queue tries again.
+                    max_attempts: 1,
+                    prefetch: 1,
+                    order: ResultOrder::Completion,
+                    submit_timeout: SLICE,
+                    ..QueueOptions::at(&self.options.domain, &self.options.device)
+                },
+            )
         };
         let mut open = lock(&self.queue);
         if let Some(queue) = open.as_ref() {

@@ -268,11 +268,6 @@ pub(crate) fn time_option(nanoseconds: u64) -> Option<Duration> {
     (nanoseconds != 0).then(|| timeout(nanoseconds))
 }
 
-/// The option of how long an answer waits.
-pub(crate) fn answer_timeout(nanoseconds: u64) -> Duration {
-    time_option(nanoseconds).unwrap_or(Duration::from_secs(10))
-}
-
 /// An option that is 0 or 1: a `bool` of other bytes would be no value of Rust.
 pub(crate) fn flag(name: &'static str, found: u32) -> Result<bool, Failure> {
     match found {
@@ -283,19 +278,28 @@ pub(crate) fn flag(name: &'static str, found: u32) -> Result<bool, Failure> {
 }
 
 /// An option that is a number, with 0 for its default.
-pub(crate) fn number<T: PartialEq + Default>(value: T) -> Option<T> {
-    (value != T::default()).then_some(value)
+pub(crate) fn number<T: PartialEq + Default>(value: T, default: T) -> T {
+    if value == T::default() {
+        default
+    } else {
+        value
+    }
 }
 
-/// Admits the users and groups of an endpoint's options. It is expanded in an unsafe block, under
+/// An option that is a time, with 0 for its default.
+pub(crate) fn time(nanoseconds: u64, default: Duration) -> Duration {
+    time_option(nanoseconds).unwrap_or(default)
+}
+
+/// The users and groups that an endpoint's options admit. It is expanded in an unsafe block, under
 /// the promise of [`slice`] for both arrays.
-macro_rules! admit {
-    ($builder:ident, $options:ident) => {{
+macro_rules! admitted {
+    ($options:ident) => {{
         let (uids, gids) = ($options.allow_uids, $options.allow_gids);
         let (uids_count, gids_count) = ($options.allow_uids_count, $options.allow_gids_count);
         let uids = $crate::arguments::slice("options->allow_uids", uids, uids_count)?;
         let gids = $crate::arguments::slice("options->allow_gids", gids, gids_count)?;
-        $builder = $builder.allow_uids(uids).allow_gids(gids);
+        (uids.to_vec(), gids.to_vec())
     }};
 }
-pub(crate) use admit;
+pub(crate) use admitted;

@@ -3,14 +3,17 @@
 use std::ffi::{c_char, c_void};
 use std::os::fd::AsRawFd;
 
-use warpipe::{Device, Layout, PeerState, Policy, Publisher, Stream, Subscriber};
+use warpipe::{
+    Device, Layout, PeerState, Policy, Publisher, PublisherOptions, Stream, Subscriber,
+    SubscriberOptions,
+};
 
 use crate::arguments::{
-    admit, flag, number, put_list, put_unless_null, slice, text, time_option, timeout,
+    admitted, flag, number, put_list, put_unless_null, slice, text, time, time_option, timeout,
 };
 use crate::call::{call, call_on, make_alone_on, read};
 use crate::device::{HostCall, device_options, make_with, warpipe_device, warpipe_host_function};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::layout::{layout_of, warpipe_layout};
@@ -193,25 +196,26 @@ pub unsafe extern "C" fn warpipe_publisher_create(
     publisher: *mut *mut warpipe_publisher,
 ) -> warpipe_status {
     let build = |options: &warpipe_publisher_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        let mut builder = Publisher::builder(unsafe { text("name", name) }?)
-            .device(device)
-            .policy(policy_of(options)?)
-            .history(options.history)
-            .timestamps(options.timestamps != 0)
-            .evict_after(time_option(options.evict_after_ns));
-        // SAFETY: the caller's promise.
-        unsafe { admit!(builder, options) };
-        set!(
-            builder,
-            options,
-            depth(number(options.depth)),
-            memory_limit(number(options.memory_limit)),
-            loan_timeout(time_option(options.loan_timeout_ns)),
-            handshake_timeout(time_option(options.handshake_timeout_ns)),
-            subscribers_max(number(options.subscribers_max)),
-        );
-        Ok(builder.build()?)
+        // SAFETY: the caller's promises.
+        let (name, (allow_uids, allow_gids)) = unsafe { (text("name", name)?, admitted!(options)) };
+        let default = PublisherOptions::default();
+        let options = PublisherOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            memory_limit: number(options.memory_limit, default.memory_limit),
+            depth: number(options.depth, default.depth),
+            policy: policy_of(options)?,
+            history: options.history,
+            timestamps: options.timestamps != 0,
+            loan_timeout: time(options.loan_timeout_ns, default.loan_timeout),
+            evict_after: time_option(options.evict_after_ns),
+            handshake_timeout: time(options.handshake_timeout_ns, default.handshake_timeout),
+            subscribers_max: number(options.subscribers_max, default.subscribers_max),
+            allow_uids,
+            allow_gids,
+            ..default
+        };
+        Ok(Publisher::new(name, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("publisher", publisher, options, build) }
@@ -432,17 +436,17 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
 ) -> warpipe_status {
     let open = |options: &warpipe_subscriber_options, device: &Device| {
         // SAFETY: the caller's promise.
-        let mut builder = Subscriber::builder(unsafe { text("name", name) }?)
-            .device(device)
-            .reconnect(flag("options->reconnect", options.reconnect)?);
-        set!(
-            builder,
-            options,
-            handshake_timeout(time_option(options.handshake_timeout_ns)),
-            orphan_timeout(time_option(options.orphan_timeout_ns)),
-            spin(time_option(options.spin_ns)),
-        );
-        Ok(builder.wait_for_publisher(timeout(options.wait_ns))?)
+        let name = unsafe { text("name", name) }?;
+        let (default, wait) = (SubscriberOptions::default(), timeout(options.wait_ns));
+        let options = SubscriberOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            reconnect: flag("options->reconnect", options.reconnect)?,
+            spin: time(options.spin_ns, default.spin),
+            handshake_timeout: time(options.handshake_timeout_ns, default.handshake_timeout),
+            orphan_timeout: time(options.orphan_timeout_ns, default.orphan_timeout),
+        };
+        Ok(Subscriber::wait_for(name, options, wait)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("subscriber", subscriber, options, open) }

@@ -36,20 +36,6 @@ pub(crate) fn domain_of(domain: *const warpipe_domain) -> Result<Option<Domain>,
     Ok(found.map(|domain| Domain::clone(&domain)))
 }
 
-/// Gives a builder the domain of the options, and by each `setter(value)` that value if it is
-/// `Some`: for others the builder's default stays.
-macro_rules! set {
-    ($builder:ident, $options:ident $(, $setter:ident($value:expr))* $(,)?) => {
-        if let Some(domain) = $crate::domain::domain_of($options.domain)? {
-            $builder = $builder.domain(&domain);
-        }
-        $(if let Some(value) = $value {
-            $builder = $builder.$setter(value);
-        })*
-    };
-}
-pub(crate) use set;
-
 /// Opens a domain: a directory of this user with mode 0700, which is made if it is missing. Null is
 /// the environment's: `$WARPIPE_DOMAIN`, else `$XDG_RUNTIME_DIR/warpipe`, else
 /// `/run/user/UID/warpipe`, else `/tmp/warpipe-UID`; it is also the one of every option that is

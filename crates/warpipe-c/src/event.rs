@@ -3,12 +3,12 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{Device, Event, EventHandle, Recording, Stream};
+use warpipe::{Device, Event, EventHandle, EventOptions, Recording, Stream};
 
-use crate::arguments::{admit, put_text, put_unless_null, text, timeout};
+use crate::arguments::{admitted, put_text, put_unless_null, text, timeout};
 use crate::call::{call, call_on, make, read};
 use crate::device::{device_options, make_with, streams_of, warpipe_device};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::streams::OnDevice;
@@ -56,11 +56,14 @@ pub unsafe extern "C" fn warpipe_event_create(
     event: *mut *mut warpipe_event,
 ) -> warpipe_status {
     let build = |options: &warpipe_event_options, device: &Device| {
-        let mut builder = Event::builder().device(device);
         // SAFETY: the caller's promise.
-        unsafe { admit!(builder, options) };
-        set!(builder, options);
-        Ok(builder.build()?)
+        let (allow_uids, allow_gids) = unsafe { admitted!(options) };
+        Ok(Event::new(EventOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            allow_uids,
+            allow_gids,
+        })?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("event", event, options, build) }

@@ -3,14 +3,14 @@
 use std::ffi::c_char;
 use std::os::fd::{AsFd, AsRawFd};
 
-use warpipe::{Change, Error, Member, MemberInfo, Members};
+use warpipe::{Change, Error, Member, MemberInfo, MemberOptions, Members, MembersOptions};
 
 use crate::arguments::{
-    Options, admit, fixed, flag, options, put_list, text, text_or_null, timeout,
+    Options, admitted, fixed, flag, options, put_list, text, text_or_null, timeout,
 };
 use crate::call::{call, make, read};
 use crate::channel::state_of;
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 
@@ -170,14 +170,18 @@ pub unsafe extern "C" fn warpipe_member_create(
     let build = || {
         // SAFETY: the caller's promises.
         let (name, options) = unsafe { (text("name", name)?, self::options(options)?) };
-        let mut builder = Member::builder(name);
         // SAFETY: the caller's promises.
-        let role = unsafe {
-            admit!(builder, options);
-            text_or_null("options->role", options.role)?
+        let (role, (allow_uids, allow_gids)) = unsafe {
+            let role = text_or_null("options->role", options.role)?;
+            (role.unwrap_or_default(), admitted!(options))
         };
-        set!(builder, options, role(role));
-        Ok(builder.build()?)
+        let options = MemberOptions {
+            domain: domain_of(options.domain)?,
+            role: role.to_string(),
+            allow_uids,
+            allow_gids,
+        };
+        Ok(Member::new(name, options)?)
     };
     // SAFETY: the caller's promise.
     unsafe { make("member", member, build) }
@@ -225,9 +229,10 @@ pub unsafe extern "C" fn warpipe_members_open(
         // SAFETY: the caller's promise.
         let options = unsafe { self::options(options) }?;
         let keeps_files = flag("options->keeps_files", options.keeps_files)?;
-        let mut builder = Members::builder().clean(!keeps_files);
-        set!(builder, options);
-        Ok(builder.build()?)
+        Ok(Members::new(MembersOptions {
+            domain: domain_of(options.domain)?,
+            clean: !keeps_files,
+        })?)
     };
     // SAFETY: the caller's promise.
     unsafe { make("members", members, build) }

@@ -1,9 +1,9 @@
 //! The options with which an endpoint of another process is opened by its name.
 
-use warpipe::{Device, Opener};
+use warpipe::{Device, OpenOptions};
 
 use crate::device::{device_options, warpipe_device};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::Failure;
 
 /// Options of `warpipe_timeline_open`, `warpipe_semaphore_open` and `warpipe_pool_client_open`.
@@ -24,13 +24,13 @@ pub struct warpipe_open_options {
 
 device_options!(warpipe_open_options);
 
-/// An opener with these options.
-pub(crate) fn with_options<T>(
-    opener: Opener<T>,
+/// These options on a device.
+pub(crate) fn open_options(
     options: &warpipe_open_options,
     device: &Device,
-) -> Result<Opener<T>, Failure> {
-    let mut opener = opener.device(device);
-    set!(opener, options);
-    Ok(opener)
+) -> Result<OpenOptions, Failure> {
+    Ok(OpenOptions {
+        domain: domain_of(options.domain)?,
+        device: Some(device.clone()),
+    })
 }

@@ -2,16 +2,16 @@
 
 use std::ffi::c_char;
 
-use warpipe::{Buffer, Device, Pool, PoolClient, Quota};
+use warpipe::{Buffer, Device, Pool, PoolClient, PoolOptions, Quota};
 
-use crate::arguments::{admit, number, put_unless_null, slice, text, timeout};
+use crate::arguments::{admitted, number, put_unless_null, slice, text, timeout};
 use crate::call::{call, make_of, read};
 use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle::{self, Found};
 use crate::memory::{MemoryKind, MemoryObject, warpipe_memory};
-use crate::open::{warpipe_open_options, with_options};
+use crate::open::{open_options, warpipe_open_options};
 use crate::streams::OnDevice;
 
 /// Device memory that is handed out in blocks, to this process and to others. Any number of threads
@@ -93,8 +93,8 @@ pub struct warpipe_pool_usage {
 fn quota_of(bytes_max: u64, blocks_max: u32) -> Quota {
     let none = Quota::default();
     Quota {
-        bytes: number(bytes_max).unwrap_or(none.bytes),
-        blocks: number(blocks_max).unwrap_or(none.blocks),
+        bytes: number(bytes_max, none.bytes),
+        blocks: number(blocks_max, none.blocks),
     }
 }
 
@@ -150,27 +150,26 @@ pub unsafe extern "C" fn warpipe_pool_create(
     pool: *mut *mut warpipe_pool,
 ) -> warpipe_status {
     let build = |options: &warpipe_pool_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        let mut builder = Pool::builder(unsafe { text("name", name) }?)
-            .device(device)
-            .reserve(options.reserve)
-            .user_quota(quota_of(options.user_bytes_max, options.user_blocks_max));
-        set!(
-            builder,
-            options,
-            memory_limit(number(options.memory_limit)),
-            peers_max(number(options.peers_max as usize)),
-        );
         // SAFETY: the caller's promises.
-        let quotas = unsafe {
-            admit!(builder, options);
-            slice("options->quotas", options.quotas, options.quotas_count)?
+        let (name, (allow_uids, allow_gids), quotas) = unsafe {
+            let quotas = slice("options->quotas", options.quotas, options.quotas_count)?;
+            (text("name", name)?, admitted!(options), quotas)
         };
-        for quota in quotas {
-            let allowed = quota_of(quota.bytes_max, quota.blocks_max);
-            builder = builder.quota_for(quota.uid, allowed);
-        }
-        Ok(builder.build()?)
+        let quotas = quotas.iter();
+        let quotas = quotas.map(|it| (it.uid, quota_of(it.bytes_max, it.blocks_max)));
+        let default = PoolOptions::default();
+        let options = PoolOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            memory_limit: number(options.memory_limit, default.memory_limit),
+            reserve: options.reserve,
+            user_quota: quota_of(options.user_bytes_max, options.user_blocks_max),
+            quota_for: quotas.collect(),
+            peers_max: number(options.peers_max, default.peers_max),
+            allow_uids,
+            allow_gids,
+        };
+        Ok(Pool::new(name, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("pool", pool, options, build) }
@@ -311,8 +310,13 @@ pub unsafe extern "C" fn warpipe_pool_client_open(
 ) -> warpipe_status {
     let open = |options: &warpipe_open_options, device: &Device| {
         // SAFETY: the caller's promise.
-        let opener = PoolClient::opener(unsafe { text("name", name) }?);
-        Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
+        let name = unsafe { text("name", name) }?;
+        let wait = timeout(options.wait_ns);
+        Ok(PoolClient::open(
+            name,
+            open_options(options, device)?,
+            wait,
+        )?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("client", client, options, open) }

@@ -3,16 +3,17 @@
 use std::ffi::{c_char, c_void};
 
 use warpipe::{
-    Device, Error, JobEnd, JobResult, Queue, QueueState, ResultOrder, Stream, SubmitError,
+    Device, Error, JobEnd, JobResult, Queue, QueueOptions, QueueState, ResultOrder, Stream,
+    SubmitError,
 };
 
 use crate::arguments::{
-    number, out, put_unless_null, slice, slice_mut, text, time_option, timeout,
+    number, out, put_unless_null, slice, slice_mut, text, time, time_option, timeout,
     timeout_unless_usual,
 };
 use crate::call::{call, make_on, make_optional};
 use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::job::warpipe_job;
@@ -142,23 +143,23 @@ pub unsafe extern "C" fn warpipe_queue_create(
 ) -> warpipe_status {
     let build = |options: &warpipe_queue_options, device: &Device| {
         // SAFETY: the caller's promise.
-        let mut builder = Queue::builder(unsafe { text("name", name) }?)
-            .device(device)
-            .order(order_of(options.order)?)
-            .lease_timeout(time_option(options.lease_timeout_ns));
-        set!(
-            builder,
-            options,
-            limit(number(options.limit)),
-            max_attempts(number(options.max_attempts)),
-            prefetch(number(options.prefetch)),
-            memory_limit(number(options.memory_limit)),
-            workers_max(number(options.workers_max)),
-            handshake_timeout(time_option(options.handshake_timeout_ns)),
-            submit_timeout(time_option(options.submit_timeout_ns)),
-            spin(time_option(options.spin_ns)),
-        );
-        Ok(builder.build()?)
+        let name = unsafe { text("name", name) }?;
+        let default = QueueOptions::default();
+        let options = QueueOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            memory_limit: number(options.memory_limit, default.memory_limit),
+            spin: time(options.spin_ns, default.spin),
+            prefetch: number(options.prefetch, default.prefetch),
+            max_attempts: number(options.max_attempts, default.max_attempts),
+            lease_timeout: time_option(options.lease_timeout_ns),
+            limit: number(options.limit, default.limit),
+            order: order_of(options.order)?,
+            submit_timeout: time(options.submit_timeout_ns, default.submit_timeout),
+            handshake_timeout: time(options.handshake_timeout_ns, default.handshake_timeout),
+            workers_max: number(options.workers_max, default.workers_max),
+        };
+        Ok(Queue::new(name, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("queue", queue, options, build) }

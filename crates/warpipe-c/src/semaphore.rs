@@ -2,15 +2,15 @@
 
 use std::ffi::{c_char, c_void};
 
-use warpipe::{Device, Semaphore, Stream};
+use warpipe::{Device, Semaphore, SemaphoreOptions, Stream};
 
-use crate::arguments::{admit, number, text, timeout};
+use crate::arguments::{admitted, number, text, timeout};
 use crate::call::{make_beside, make_on, read};
 use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
-use crate::open::{warpipe_open_options, with_options};
+use crate::open::{open_options, warpipe_open_options};
 use crate::streams::OnDevice;
 
 /// A limited number of permits, held in any number of processes of one machine. Permits go to the
@@ -79,12 +79,16 @@ pub unsafe extern "C" fn warpipe_semaphore_create(
     semaphore: *mut *mut warpipe_semaphore,
 ) -> warpipe_status {
     let build = |options: &warpipe_semaphore_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        let mut builder = Semaphore::builder(unsafe { text("name", name) }?).device(device);
-        // SAFETY: the caller's promise.
-        unsafe { admit!(builder, options) };
-        set!(builder, options, permits(number(options.permits)));
-        Ok(builder.build()?)
+        // SAFETY: the caller's promises.
+        let (name, (allow_uids, allow_gids)) = unsafe { (text("name", name)?, admitted!(options)) };
+        let options = SemaphoreOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            permits: number(options.permits, 1),
+            allow_uids,
+            allow_gids,
+        };
+        Ok(Semaphore::new(name, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("semaphore", semaphore, options, build) }
@@ -108,8 +112,9 @@ pub unsafe extern "C" fn warpipe_semaphore_open(
 ) -> warpipe_status {
     let open = |options: &warpipe_open_options, device: &Device| {
         // SAFETY: the caller's promise.
-        let opener = Semaphore::opener(unsafe { text("name", name) }?);
-        Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
+        let name = unsafe { text("name", name) }?;
+        let wait = timeout(options.wait_ns);
+        Ok(Semaphore::open(name, open_options(options, device)?, wait)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("semaphore", semaphore, options, open) }

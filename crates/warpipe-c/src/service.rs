@@ -4,12 +4,12 @@ use std::ffi::{c_char, c_void};
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use warpipe::{Client, Device, Pending, Server, Stream};
+use warpipe::{Client, ClientOptions, Device, Pending, Server, ServerOptions, Stream};
 
-use crate::arguments::{answer_timeout, number, text, time_option, timeout};
+use crate::arguments::{number, text, time, time_option, timeout};
 use crate::call::{call, make_alone_on, make_on, read};
 use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::layout::warpipe_layout;
@@ -101,20 +101,20 @@ pub unsafe extern "C" fn warpipe_client_create(
 ) -> warpipe_status {
     let build = |options: &warpipe_client_options, device: &Device| {
         // SAFETY: the caller's promise.
-        let mut builder = Client::builder(unsafe { text("service", service) }?)
-            .device(device)
-            .lease_timeout(time_option(options.lease_timeout_ns));
-        set!(
-            builder,
-            options,
-            limit(number(options.limit)),
-            max_attempts(number(options.max_attempts)),
-            prefetch(number(options.prefetch)),
-            memory_limit(number(options.memory_limit)),
-            loan_timeout(time_option(options.loan_timeout_ns)),
-            spin(time_option(options.spin_ns)),
-        );
-        Ok(builder.build()?)
+        let service = unsafe { text("service", service) }?;
+        let default = ClientOptions::default();
+        let options = ClientOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            memory_limit: number(options.memory_limit, default.memory_limit),
+            spin: time(options.spin_ns, default.spin),
+            prefetch: number(options.prefetch, default.prefetch),
+            max_attempts: number(options.max_attempts, default.max_attempts),
+            lease_timeout: time_option(options.lease_timeout_ns),
+            limit: number(options.limit, default.limit),
+            loan_timeout: time(options.loan_timeout_ns, default.loan_timeout),
+        };
+        Ok(Client::new(service, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("client", client, options, build) }
@@ -313,22 +313,21 @@ pub unsafe extern "C" fn warpipe_server_create(
     server: *mut *mut warpipe_server,
 ) -> warpipe_status {
     let build = |options: &warpipe_server_options, device: &Device| {
-        let answer_timeout = answer_timeout(options.answer_timeout_ns);
         // SAFETY: the caller's promise.
-        let mut builder = Server::builder(unsafe { text("service", service) }?)
-            .device(device)
-            .answer_timeout(answer_timeout);
-        set!(
-            builder,
-            options,
-            clients_max(number(options.clients_max)),
-            memory_limit(number(options.memory_limit)),
-            handshake_timeout(time_option(options.handshake_timeout_ns)),
-            spin(time_option(options.spin_ns)),
-        );
+        let service = unsafe { text("service", service) }?;
+        let default = ServerOptions::default();
+        let options = ServerOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            memory_limit: number(options.memory_limit, default.memory_limit),
+            spin: time(options.spin_ns, default.spin),
+            handshake_timeout: time(options.handshake_timeout_ns, default.handshake_timeout),
+            answer_timeout: time(options.answer_timeout_ns, default.answer_timeout),
+            clients_max: number(options.clients_max, default.clients_max),
+        };
         Ok(Answering {
-            endpoint: builder.build()?,
-            answer_timeout,
+            answer_timeout: options.answer_timeout,
+            endpoint: Server::new(service, options)?,
         })
     };
     // SAFETY: the caller's promises.

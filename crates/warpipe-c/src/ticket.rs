@@ -2,12 +2,12 @@
 
 use std::ffi::c_char;
 
-use warpipe::{Domain, Kind, LentBuffer, Ticket};
+use warpipe::{Domain, Kind, LentBuffer, PublishOptions, Ticket};
 
-use crate::arguments::{Options, admit, options, put_text, text, timeout};
+use crate::arguments::{Options, admitted, options, put_text, text, timeout};
 use crate::call::{call, make, make_of};
 use crate::device::{streams_of, warpipe_device};
-use crate::domain::{domain_of, set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Found};
 use crate::memory::{MemoryKind, MemoryObject, access_of, owned, warpipe_memory};
@@ -64,11 +64,15 @@ pub unsafe extern "C" fn warpipe_memory_publish(
         let (name, options) = unsafe { (text("name", name)?, self::options(options)?) };
         let access = access_of("options->access", options.access)?;
         memory.with(|memory, _| {
-            let mut publication = owned(memory)?.publication(name).access(access);
             // SAFETY: the caller's promise.
-            unsafe { admit!(publication, options) };
-            set!(publication, options);
-            Ok(publication.build()?)
+            let (allow_uids, allow_gids) = unsafe { admitted!(options) };
+            let options = PublishOptions {
+                domain: domain_of(options.domain)?,
+                access,
+                allow_uids,
+                allow_gids,
+            };
+            Ok(owned(memory)?.publish(name, options)?)
         })
     };
     // SAFETY: the caller's promise.

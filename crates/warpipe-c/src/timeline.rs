@@ -3,15 +3,15 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{Device, Stream, Timeline};
+use warpipe::{Device, Stream, Timeline, TimelineOptions};
 
-use crate::arguments::{admit, text, timeout};
+use crate::arguments::{admitted, text, timeout};
 use crate::call::{call, call_on, read};
 use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
-use crate::open::{warpipe_open_options, with_options};
+use crate::open::{open_options, warpipe_open_options};
 
 /// A named 64-bit value that only grows, across processes: Vulkan's timeline semaphore. Any number
 /// of threads may use it.
@@ -64,12 +64,15 @@ pub unsafe extern "C" fn warpipe_timeline_create(
     timeline: *mut *mut warpipe_timeline,
 ) -> warpipe_status {
     let build = |options: &warpipe_timeline_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        let mut builder = Timeline::builder(unsafe { text("name", name) }?).device(device);
-        // SAFETY: the caller's promise.
-        unsafe { admit!(builder, options) };
-        set!(builder, options);
-        Ok(builder.build()?)
+        // SAFETY: the caller's promises.
+        let (name, (allow_uids, allow_gids)) = unsafe { (text("name", name)?, admitted!(options)) };
+        let options = TimelineOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            allow_uids,
+            allow_gids,
+        };
+        Ok(Timeline::new(name, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("timeline", timeline, options, build) }
@@ -94,8 +97,9 @@ pub unsafe extern "C" fn warpipe_timeline_open(
 ) -> warpipe_status {
     let open = |options: &warpipe_open_options, device: &Device| {
         // SAFETY: the caller's promise.
-        let opener = Timeline::opener(unsafe { text("name", name) }?);
-        Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
+        let name = unsafe { text("name", name) }?;
+        let wait = timeout(options.wait_ns);
+        Ok(Timeline::open(name, open_options(options, device)?, wait)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("timeline", timeline, options, open) }

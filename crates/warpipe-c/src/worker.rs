@@ -3,12 +3,12 @@
 use std::ffi::{c_char, c_void};
 use std::os::fd::{AsFd, AsRawFd};
 
-use warpipe::{Device, Stream, Worker};
+use warpipe::{Device, Stream, Worker, WorkerOptions};
 
-use crate::arguments::{answer_timeout, number, text, time_option, timeout};
+use crate::arguments::{number, text, time, timeout};
 use crate::call::{make_alone_on, read};
 use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{set, warpipe_domain};
+use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
 use crate::lease::{Answering, Owed, warpipe_lease};
@@ -60,21 +60,20 @@ pub unsafe extern "C" fn warpipe_worker_open(
     worker: *mut *mut warpipe_worker,
 ) -> warpipe_status {
     let open = |options: &warpipe_worker_options, device: &Device| {
-        let answer_timeout = answer_timeout(options.answer_timeout_ns);
         // SAFETY: the caller's promise.
-        let mut builder = Worker::builder(unsafe { text("queue", queue) }?)
-            .device(device)
-            .answer_timeout(answer_timeout);
-        set!(
-            builder,
-            options,
-            handshake_timeout(time_option(options.handshake_timeout_ns)),
-            memory_limit(number(options.memory_limit)),
-            spin(time_option(options.spin_ns)),
-        );
+        let queue = unsafe { text("queue", queue) }?;
+        let (default, wait) = (WorkerOptions::default(), timeout(options.wait_ns));
+        let options = WorkerOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            memory_limit: number(options.memory_limit, default.memory_limit),
+            spin: time(options.spin_ns, default.spin),
+            handshake_timeout: time(options.handshake_timeout_ns, default.handshake_timeout),
+            answer_timeout: time(options.answer_timeout_ns, default.answer_timeout),
+        };
         Ok(Answering {
-            endpoint: builder.wait_for_queue(timeout(options.wait_ns))?,
-            answer_timeout,
+            answer_timeout: options.answer_timeout,
+            endpoint: Worker::wait_for(queue, options, wait)?,
         })
     };
     // SAFETY: the caller's promises.

@@ -1,7 +1,7 @@
 //! `warpipe members`: the members of the domain, and their changes.
 
 use serde_json::{Value, json};
-use warpipe::{Change, Domain, MemberInfo, Members, PeerState};
+use warpipe::{Change, Domain, MemberInfo, Members, MembersOptions, PeerState};
 
 use crate::args::MembersArgs;
 use crate::exit::Exit;
@@ -23,7 +23,11 @@ pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
             return Ok(Exit::Done);
         }
     };
-    let members = Members::builder().domain(&domain).clean(false).build()?;
+    let options = MembersOptions {
+        clean: false,
+        ..MembersOptions::at(&domain)
+    };
+    let members = Members::new(options)?;
     let listed = members.list()?;
     let title = format!("{}: {} members", domain.path().display(), listed.len());
     output.human(|| styled(Style::Bold, &title))?;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use warpipe::{Domain, EndpointName, Error, Layout, Policy, Publisher, Stream};
+use warpipe::{Domain, EndpointName, Error, Layout, Policy, Publisher, PublisherOptions, Stream};
 
 use crate::args::{PolicyName, PubArgs};
 use crate::device_arg::ChosenDevice;
@@ -58,15 +58,17 @@ fn build(args: &PubArgs, chosen: &ChosenDevice, layouts: &[Layout]) -> anyhow::R
         PolicyName::Fail => Policy::Fail,
     };
     let largest = layouts.iter().map(Layout::bytes).max().unwrap_or(0);
-    let builder = Publisher::builder(&args.name)
-        .domain(&Domain::from_environment()?)
-        .device(&chosen.device)
-        .depth(args.depth)
-        .timestamps(true)
-        .memory_limit(MEMORY_LIMIT_LEAST.max(largest.saturating_mul(4)))
-        .loan_timeout(args.timeout)
-        .policy(policy);
-    Ok(builder.build()?)
+    Ok(Publisher::new(
+        &args.name,
+        PublisherOptions {
+            depth: args.depth,
+            timestamps: true,
+            memory_limit: MEMORY_LIMIT_LEAST.max(largest.saturating_mul(4)),
+            loan_timeout: args.timeout,
+            policy,
+            ..PublisherOptions::at(&Domain::from_environment()?, &chosen.device)
+        },
+    )?)
 }
 
 struct Run<'a> {

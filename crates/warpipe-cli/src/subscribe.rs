@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 use warpipe::{
     Device, Discontinuity, Domain, EndpointName, Error, ErrorKind, HandshakeFault, Sample, Stream,
-    Subscriber, clock,
+    Subscriber, SubscriberOptions, clock,
 };
 
 use crate::args::SubArgs;
@@ -52,11 +52,14 @@ fn subscribe(
     use HandshakeFault::{Closed, Silent};
     let domain = Domain::from_environment()?;
     let subscribe = || {
-        let builder = Subscriber::builder(&args.name)
-            .domain(&domain)
-            .device(device)
-            .reconnect(args.reconnect);
-        builder.wait_for_publisher(LOOK)
+        Subscriber::wait_for(
+            &args.name,
+            SubscriberOptions {
+                reconnect: args.reconnect,
+                ..SubscriberOptions::at(&domain, device)
+            },
+            LOOK,
+        )
     };
     let passes = |error: &Error| match error {
         Error::Timeout { .. } | Error::NotFound { .. } => true,

@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 use warpipe::{
-    DType, Device, Domain, Error, Layout, Memory, Policy, Publisher, Sample, Subscriber,
+    DType, Device, Domain, Error, Layout, Memory, Policy, PublishOptions, Publisher,
+    PublisherOptions, Sample, Subscriber, SubscriberOptions,
 };
 
 use support::{PATIENCE, Running, World};
@@ -77,14 +78,23 @@ impl Pair {
 }
 
 fn publisher(domain: &Domain) -> Publisher {
-    let builder = Publisher::builder("camera/front").domain(domain);
-    builder.device(&Device::host()).build().unwrap()
+    Publisher::new(
+        "camera/front",
+        PublisherOptions::at(domain, &Device::host()),
+    )
+    .unwrap()
 }
 
 fn subscriber(domain: &Domain) -> Subscriber {
-    let builder = Subscriber::builder("camera/front").domain(domain);
-    let builder = builder.device(&Device::host()).reconnect(true);
-    builder.wait_for_publisher(LONG).unwrap()
+    Subscriber::wait_for(
+        "camera/front",
+        SubscriberOptions {
+            reconnect: true,
+            ..SubscriberOptions::at(domain, &Device::host())
+        },
+        LONG,
+    )
+    .unwrap()
 }
 
 #[test]
@@ -127,7 +137,7 @@ fn a_tensor_in_place_that_cannot_be_opened_is_missing_and_ends_nothing() {
     publisher.send_bytes(&stream, b"first").unwrap();
     assert_eq!(next(&mut subscriber), (1, b"first".to_vec()));
     let memory = Memory::allocate(&device, 4096).unwrap();
-    let published = memory.publish(&near, "memory").unwrap();
+    let published = memory.publish("memory", PublishOptions::at(&near)).unwrap();
     let loan = publisher.loan_in(&published, 0, &layout, memory).unwrap();
     drop(published);
     loan.send(&stream).unwrap();
@@ -187,9 +197,12 @@ fn publish_until_sample(publisher: &Publisher, subscriber: &mut Subscriber) -> S
 fn a_hundred_thousand_small_samples_have_the_exact_sum() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
-    let builder = Publisher::builder("camera/front").domain(&near).depth(256);
-    let builder = builder.policy(Policy::Block { timeout: LONG });
-    let publisher = builder.device(&Device::host()).build().unwrap();
+    let options = PublisherOptions {
+        depth: 256,
+        policy: Policy::Block { timeout: LONG },
+        ..PublisherOptions::at(&near, &Device::host())
+    };
+    let publisher = Publisher::new("camera/front", options).unwrap();
     let _bridges = (pair.exporter(&[]), pair.importer(&["--depth", "256"]));
     let mut subscriber = subscriber(&far);
     let sender = std::thread::spawn(move || {
@@ -255,10 +268,12 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
     .concat();
     let first = pair.near.start(&arguments);
     let _bridges = (pair.exporter(&[]), pair.importer(&[]));
-    let builder = Subscriber::builder("camera/front")
-        .domain(&far)
-        .device(&Device::host());
-    let mut once = builder.wait_for_publisher(LONG).unwrap();
+    let mut once = Subscriber::wait_for(
+        "camera/front",
+        SubscriberOptions::at(&far, &Device::host()),
+        LONG,
+    )
+    .unwrap();
     let mut follows = subscriber(&far);
     assert_eq!(
         (next(&mut once).1, next(&mut follows).1),
@@ -283,10 +298,12 @@ fn a_killed_exporter_proves_nothing_the_publisher_there_goes_on_and_what_is_miss
     let publisher = publisher(&near);
     let exporter = pair.exporter(&[]);
     let mut importer = pair.importer(&["--json"]);
-    let builder = Subscriber::builder("camera/front")
-        .domain(&far)
-        .device(&Device::host());
-    let mut once = builder.wait_for_publisher(LONG).unwrap();
+    let mut once = Subscriber::wait_for(
+        "camera/front",
+        SubscriberOptions::at(&far, &Device::host()),
+        LONG,
+    )
+    .unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::KILL);
     exporter.end();
@@ -311,9 +328,12 @@ fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_whe
     let publisher = publisher(&near);
     let exporter = pair.exporter(&[]);
     let mut importer = pair.importer(&["--json"]);
-    let builder = Subscriber::builder("camera/front").domain(&far);
-    let builder = builder.device(&Device::host());
-    let mut once = builder.wait_for_publisher(LONG).unwrap();
+    let mut once = Subscriber::wait_for(
+        "camera/front",
+        SubscriberOptions::at(&far, &Device::host()),
+        LONG,
+    )
+    .unwrap();
     publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::KILL);
     exporter.end();
@@ -337,14 +357,19 @@ fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_whe
 fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
-    let builder = Publisher::builder("camera/front").domain(&near);
-    let builder = builder.evict_after(Some(Duration::from_secs(2)));
-    let publisher = builder.device(&Device::host()).build().unwrap();
+    let options = PublisherOptions {
+        evict_after: Some(Duration::from_secs(2)),
+        ..PublisherOptions::at(&near, &Device::host())
+    };
+    let publisher = Publisher::new("camera/front", options).unwrap();
     let patient = ["--link-timeout", "600"];
     let (exporter, _importer) = (pair.exporter(&patient), pair.importer(&patient));
-    let builder = Subscriber::builder("camera/front").domain(&far);
-    let builder = builder.device(&Device::host());
-    let mut once = builder.wait_for_publisher(LONG).unwrap();
+    let mut once = Subscriber::wait_for(
+        "camera/front",
+        SubscriberOptions::at(&far, &Device::host()),
+        LONG,
+    )
+    .unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.stop();
     let is_evicted = || publisher.subscribers().is_empty();
@@ -357,8 +382,14 @@ fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
 fn a_killed_importer_comes_back_as_another_run_and_what_is_missing_is_counted() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
-    let builder = Publisher::builder("camera/front").domain(&near).history(8);
-    let publisher = builder.device(&Device::host()).build().unwrap();
+    let publisher = Publisher::new(
+        "camera/front",
+        PublisherOptions {
+            history: 8,
+            ..PublisherOptions::at(&near, &Device::host())
+        },
+    )
+    .unwrap();
     let _exporter = pair.exporter(&[]);
     let importer = pair.importer(&[]);
     let mut subscriber = subscriber(&far);
@@ -373,8 +404,14 @@ fn a_killed_importer_comes_back_as_another_run_and_what_is_missing_is_counted() 
 fn after_both_bridges_were_killed_no_sample_of_the_history_comes_twice() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
-    let builder = Publisher::builder("camera/front").domain(&near).history(16);
-    let publisher = builder.device(&Device::host()).build().unwrap();
+    let publisher = Publisher::new(
+        "camera/front",
+        PublisherOptions {
+            history: 16,
+            ..PublisherOptions::at(&near, &Device::host())
+        },
+    )
+    .unwrap();
     let start = || [pair.exporter(&[]), pair.importer(&["--history", "16"])];
     let bridges = start();
     let mut subscriber = subscriber(&far);
@@ -407,8 +444,14 @@ fn follow_to_next_run(publisher: &Publisher, subscriber: &mut Subscriber, before
 fn a_late_subscriber_gets_the_history_of_the_other_machine() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
-    let builder = Publisher::builder("camera/front").domain(&near).history(4);
-    let publisher = builder.device(&Device::host()).build().unwrap();
+    let publisher = Publisher::new(
+        "camera/front",
+        PublisherOptions {
+            history: 4,
+            ..PublisherOptions::at(&near, &Device::host())
+        },
+    )
+    .unwrap();
     let stream = Device::host().stream().unwrap();
     for number in 1..=9u8 {
         publisher.send_bytes(&stream, &[number]).unwrap();
@@ -431,10 +474,12 @@ fn a_link_that_is_silent_is_unreachable_and_no_publisher_there_is_told_of_a_deat
     let publisher = publisher(&near);
     let exporter = pair.exporter(&["--link-timeout", "1"]);
     let mut importer = pair.importer(&["--link-timeout", "1", "--json"]);
-    let builder = Subscriber::builder("camera/front")
-        .domain(&far)
-        .device(&Device::host());
-    let mut once = builder.wait_for_publisher(LONG).unwrap();
+    let mut once = Subscriber::wait_for(
+        "camera/front",
+        SubscriberOptions::at(&far, &Device::host()),
+        LONG,
+    )
+    .unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.stop();
     importer.wait_for_line("is unreachable");
@@ -453,15 +498,17 @@ struct Overwhelmed {
 fn overwhelm(policy: &str, count: usize) -> Overwhelmed {
     let pair = Pair::new();
     let (near, far) = pair.domains();
-    let builder = Publisher::builder("camera/front").domain(&near);
     // With block the publisher's timeout is what ends the sending.
     let timeout = if policy == "block" {
         Duration::from_secs(2)
     } else {
         LONG
     };
-    let builder = builder.policy(Policy::Block { timeout });
-    let publisher = builder.device(&Device::host()).build().unwrap();
+    let options = PublisherOptions {
+        policy: Policy::Block { timeout },
+        ..PublisherOptions::at(&near, &Device::host())
+    };
+    let publisher = Publisher::new("camera/front", options).unwrap();
     let _bridges = (
         pair.exporter(&["--policy", policy]),
         pair.importer(&["--depth", "2"]),
@@ -529,14 +576,22 @@ fn with_drop_newest_a_slow_receiver_loses_the_last_samples() {
 fn with_fail_a_slow_receiver_loses_its_publisher_and_the_source_goes_on() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
-    let builder = Publisher::builder("camera/front").domain(&near);
-    let builder = builder.policy(Policy::Block { timeout: LONG });
-    let publisher = builder.device(&Device::host()).build().unwrap();
+    let publisher = Publisher::new(
+        "camera/front",
+        PublisherOptions {
+            policy: Policy::Block { timeout: LONG },
+            ..PublisherOptions::at(&near, &Device::host())
+        },
+    )
+    .unwrap();
     let mut exporter = pair.exporter(&["--policy", "fail", "--json"]);
     let _importer = pair.importer(&["--depth", "2"]);
-    let builder = Subscriber::builder("camera/front").domain(&far);
-    let builder = builder.device(&Device::host());
-    let mut slow = builder.wait_for_publisher(LONG).unwrap();
+    let mut slow = Subscriber::wait_for(
+        "camera/front",
+        SubscriberOptions::at(&far, &Device::host()),
+        LONG,
+    )
+    .unwrap();
     let stream = Device::host().stream().unwrap();
     for _ in 0..3000 {
         publisher.send_bytes(&stream, &[0; 4096]).unwrap();
@@ -649,9 +704,12 @@ fn a_name_that_is_taken_is_published_under_its_machine() {
     let (near, far) = pair.domains();
     let [source, _taken] = [&near, &far].map(publisher);
     let _bridges = (pair.exporter(&[]), pair.importer(&[]));
-    let builder = Subscriber::builder("remote/near/camera/front").domain(&far);
-    let builder = builder.device(&Device::host());
-    let mut subscriber = builder.wait_for_publisher(LONG).unwrap();
+    let mut subscriber = Subscriber::wait_for(
+        "remote/near/camera/front",
+        SubscriberOptions::at(&far, &Device::host()),
+        LONG,
+    )
+    .unwrap();
     publish_until_received(&source, &mut subscriber);
     let row = listed(&pair.far, |row| row["tensors"].as_u64() > Some(0));
     assert_eq!(row["name"], "remote/near/camera/front");

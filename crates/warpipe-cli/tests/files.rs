@@ -186,9 +186,18 @@ fn a_subscriber_says_how_many_samples_are_missing() {
     let world = World::new();
     let domain = warpipe::Domain::at(world.path("domain")).unwrap();
     let device = warpipe::Device::host();
-    let builder = warpipe::Publisher::builder("skips").domain(&domain);
-    let builder = builder.device(&device).history(2).forwards([7; 16]);
-    let (publisher, stream) = (builder.build().unwrap(), device.stream().unwrap());
+    let (publisher, stream) = (
+        warpipe::Publisher::new(
+            "skips",
+            warpipe::PublisherOptions {
+                history: 2,
+                forwards: Some([7; 16]),
+                ..warpipe::PublisherOptions::at(&domain, &device)
+            },
+        )
+        .unwrap(),
+        device.stream().unwrap(),
+    );
     for number in [1, 5] {
         publisher.skip_to(number).unwrap();
         publisher.send_bytes(&stream, b"abc").unwrap();

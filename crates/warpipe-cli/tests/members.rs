@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use support::World;
-use warpipe::{Domain, Member};
+use warpipe::{Domain, Member, MemberOptions};
 
 /// Set for the process that a test starts to be a member.
 const DOMAIN: &str = "WARPIPE_TEST_MEMBER_OF";
@@ -46,11 +46,11 @@ impl Drop for Worker {
 #[ignore = "the part of the worker, for the other tests to start"]
 fn a_worker_as_others_see_it() {
     let domain = Domain::at(std::env::var_os(DOMAIN).expect("started by another test")).unwrap();
-    let _member = Member::builder("worker")
-        .role("works")
-        .domain(&domain)
-        .build()
-        .unwrap();
+    let options = MemberOptions {
+        role: "works".into(),
+        ..MemberOptions::at(&domain)
+    };
+    let _member = Member::new("worker", options).unwrap();
     loop {
         // Until it is killed.
         std::thread::park();
@@ -62,11 +62,14 @@ fn members_are_listed_with_their_role_and_process() {
     let world = World::new();
     let domain = Domain::at(world.path("domain")).unwrap();
     assert!(world.run(&["members"]).out.contains(": 0 members"));
-    let _member = Member::builder("trainer/0")
-        .role("trains")
-        .domain(&domain)
-        .build()
-        .unwrap();
+    let _member = Member::new(
+        "trainer/0",
+        MemberOptions {
+            role: "trains".into(),
+            ..MemberOptions::at(&domain)
+        },
+    )
+    .unwrap();
     let listed = world.run(&["members", "--json"]);
     let rows = listed.json();
     assert_eq!((listed.code, rows.len()), (Some(0), 1), "{listed:?}");
@@ -101,7 +104,7 @@ fn members_are_listed_with_their_role_and_process() {
 fn changes_are_told_as_they_come_until_it_is_interrupted() {
     let world = World::new();
     let domain = Domain::at(world.path("domain")).unwrap();
-    let early = Member::builder("early").domain(&domain).build().unwrap();
+    let early = Member::new("early", MemberOptions::at(&domain)).unwrap();
     let mut watch = world.start(&["members", "--follow", "--json"]);
     assert_eq!(watch.wait_for("member", 1)[0]["name"], "early");
     let worker = Worker::start(&world);

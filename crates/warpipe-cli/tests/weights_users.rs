@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use support::weights::{DOMAIN, Stage, Worker, be_a_worker_in, expected, safetensors};
 use support::{Running, World};
 use warpipe::weights::SharedWeights;
-use warpipe::{Device, Domain};
+use warpipe::{Device, Domain, OpenOptions};
 
 const OWNER: u32 = 61_201;
 const ADMITTED: u32 = 61_202;
@@ -26,8 +26,11 @@ fn a_reader() {
         return;
     };
     let opened = Domain::of_user(path, OWNER).and_then(|domain| {
-        let opener = SharedWeights::opener("w").domain(&domain);
-        opener.device(&Device::host()).open(Duration::ZERO)
+        SharedWeights::open(
+            "w",
+            OpenOptions::at(&domain, &Device::host()),
+            Duration::ZERO,
+        )
     });
     match opened {
         Ok(weights) => println!("outcome: version {}", weights.version()),

@@ -9,8 +9,9 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 use warpipe::{
-    Client, ClientBuilder, Device, Domain, Event, Publisher, PublisherBuilder, Queue, QueueBuilder,
-    Server, ServerBuilder, Stream, Subscriber, SubscriberBuilder, Worker, WorkerBuilder,
+    Client, ClientOptions, Device, Domain, Event, EventOptions, Publisher, PublisherOptions, Queue,
+    QueueOptions, Server, ServerOptions, Stream, Subscriber, SubscriberOptions, Worker,
+    WorkerOptions,
 };
 use warpipe_testkit::{Rng, eventually, pick};
 
@@ -141,20 +142,16 @@ impl Context {
             .folder()
             .join(format!("warm-up-{}", std::process::id()));
         let domain = Domain::at(&folder)?;
-        let publisher = self.publisher("warm-up").domain(&domain).build()?;
-        let mut subscriber = self.subscriber("warm-up").domain(&domain).build()?;
+        let publisher = Publisher::new("warm-up", PublisherOptions::at(&domain, &self.device))?;
+        let mut subscriber =
+            Subscriber::new("warm-up", SubscriberOptions::at(&domain, &self.device))?;
         let stream = self.stream()?;
         Payload::of(64, 1).send(&publisher, &stream)?;
         let wrong =
             ErrorCounters::new(&self.device)?.finish(subscriber.receive(&stream, PATIENCE)?)?;
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
         // The driver opens a file for the first interprocess event, and keeps it.
-        drop(
-            Event::builder()
-                .domain(&domain)
-                .device(&self.device)
-                .build()?,
-        );
+        drop(Event::new(EventOptions::at(&domain, &self.device))?);
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
         let is_idle = || self.device.backend().bytes_held() == 0 && !crate::guard::has_streams();
@@ -166,47 +163,67 @@ impl Context {
     }
 
     /// A publisher of this case's domain and device.
-    pub fn publisher(&self, name: &str) -> PublisherBuilder {
-        Publisher::builder(name)
-            .domain(&self.domain)
-            .device(&self.device)
+    ///
+    /// # Errors
+    /// Those of [`Publisher::new`].
+    pub fn publisher(&self, name: &str) -> warpipe::Result<Publisher> {
+        Publisher::new(name, PublisherOptions::at(&self.domain, &self.device))
     }
 
     /// A subscriber of this case's domain and device.
-    pub fn subscriber(&self, name: &str) -> SubscriberBuilder {
-        Subscriber::builder(name)
-            .domain(&self.domain)
-            .device(&self.device)
+    ///
+    /// # Errors
+    /// Those of [`Subscriber::new`].
+    pub fn subscriber(&self, name: &str) -> warpipe::Result<Subscriber> {
+        Subscriber::new(name, SubscriberOptions::at(&self.domain, &self.device))
     }
 
     /// A queue of this case's domain and device.
-    pub fn queue(&self, name: &str) -> QueueBuilder {
-        Queue::builder(name)
-            .domain(&self.domain)
-            .device(&self.device)
-            .submit_timeout(PATIENCE)
+    ///
+    /// # Errors
+    /// Those of [`Queue::new`].
+    pub fn queue(&self, name: &str) -> warpipe::Result<Queue> {
+        Queue::new(name, self.queue_options())
+    }
+
+    /// The options of a queue of this case's domain and device.
+    pub fn queue_options(&self) -> QueueOptions {
+        QueueOptions {
+            submit_timeout: PATIENCE,
+            ..QueueOptions::at(&self.domain, &self.device)
+        }
     }
 
     /// A worker of this case's domain and device.
-    pub fn worker(&self, queue: &str) -> WorkerBuilder {
-        Worker::builder(queue)
-            .domain(&self.domain)
-            .device(&self.device)
-            .answer_timeout(PATIENCE)
+    ///
+    /// # Errors
+    /// Those of [`Worker::new`].
+    pub fn worker(&self, queue: &str) -> warpipe::Result<Worker> {
+        Worker::new(queue, self.worker_options())
+    }
+
+    /// The options of a worker of this case's domain and device.
+    pub fn worker_options(&self) -> WorkerOptions {
+        WorkerOptions {
+            answer_timeout: PATIENCE,
+            ..WorkerOptions::at(&self.domain, &self.device)
+        }
     }
 
     /// A client of this case's domain and device.
-    pub fn client(&self, service: &str) -> ClientBuilder {
-        Client::builder(service)
-            .domain(&self.domain)
-            .device(&self.device)
+    ///
+    /// # Errors
+    /// Those of [`Client::new`].
+    pub fn client(&self, service: &str) -> warpipe::Result<Client> {
+        Client::new(service, ClientOptions::at(&self.domain, &self.device))
     }
 
     /// A server of this case's domain and device.
-    pub fn server(&self, service: &str) -> ServerBuilder {
-        Server::builder(service)
-            .domain(&self.domain)
-            .device(&self.device)
+    ///
+    /// # Errors
+    /// Those of [`Server::new`].
+    pub fn server(&self, service: &str) -> warpipe::Result<Server> {
+        Server::new(service, ServerOptions::at(&self.domain, &self.device))
     }
 
     /// A new stream.

@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use warpipe::Wait;
 
 use crate::closeable::{Closeable, Named};
 use crate::detached::call;
@@ -38,10 +39,8 @@ impl AllocationServer {
     ) -> PyResult<PyClassInitializer<AllocationServer>> {
         let (domain, device) = place(domain, Some(device))?;
         let build = || {
-            warpipe::AllocationServer::builder(name)
-                .domain(&domain)
-                .device(&device)
-                .build()
+            let options = warpipe::AllocationServerOptions::at(&domain, &device);
+            warpipe::AllocationServer::new(name, options)
         };
         let server = call(py, build)?;
         let handle = CloseableHandle::new("server of allocations", name, server)?;
@@ -138,10 +137,10 @@ impl AllocationClient {
         domain: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<AllocationClient>> {
         let (domain, device) = place(domain, Some(device))?;
-        let opener = warpipe::AllocationClient::opener(name).domain(&domain);
-        let opener = opener.device(&device);
         let now = Some(Duration::ZERO);
-        let client = waiting(py, now, || Ok(()), |wait| Ok(opener.open(wait)?))?;
+        let options = warpipe::OpenOptions::at(&domain, &device);
+        let open = |wait: Wait<'_>| Ok(warpipe::AllocationClient::open(name, options, wait)?);
+        let client = waiting(py, now, || Ok(()), open)?;
         let handle = CloseableHandle::new("client of allocations", name, client)?;
         let base = handle.base();
         Ok(base.add_subclass(AllocationClient { handle }))

@@ -146,12 +146,11 @@ impl Event {
     ) -> PyResult<Py<Event>> {
         let (domain, device) = place(domain, device)?;
         let made = call(py, || {
-            warpipe::Event::builder()
-                .domain(&domain)
-                .device(&device)
-                .allow_uids(&allow_uids)
-                .allow_gids(&allow_gids)
-                .build()
+            warpipe::Event::new(warpipe::EventOptions {
+                allow_uids,
+                allow_gids,
+                ..warpipe::EventOptions::at(&domain, &device)
+            })
         })?;
         Event::new(py, made)
     }

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyString};
 use warpipe::statistics::SlowPath;
 use warpipe::weights;
-use warpipe::{DevicePtr, Domain, Layout, Published, Publisher, SampleMut};
+use warpipe::{DevicePtr, Layout, PublishOptions, Published, Publisher, SampleMut};
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
@@ -59,18 +59,16 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ZeroCopy {
 /// first tensor that it sends of it until PyTorch has freed it, as seen at the next tensor.
 #[derive(Debug)]
 pub struct PublishedPool {
-    domain: Domain,
-    /// The users and groups that the publisher admits.
-    admitted: (Vec<u32>, Vec<u32>),
+    /// The publisher's domain, and the users and groups that it admits.
+    options: PublishOptions,
     list: Mutex<HashMap<DevicePtr, Arc<Published>>>,
 }
 
 impl PublishedPool {
     /// For a publisher of this domain, which admits these users and groups.
-    pub fn new(domain: &Domain, uids: &[u32], gids: &[u32]) -> PublishedPool {
+    pub fn new(options: PublishOptions) -> PublishedPool {
         PublishedPool {
-            domain: domain.clone(),
-            admitted: (uids.to_vec(), gids.to_vec()),
+            options,
             list: Mutex::default(),
         }
     }
@@ -86,11 +84,8 @@ impl PublishedPool {
         let published = match list.get(&memory.ptr()) {
             Some(known) => known.clone(),
             None => {
-                let made = memory.publication(&new_name()).domain(&self.domain);
-                let made = made
-                    .allow_uids(&self.admitted.0)
-                    .allow_gids(&self.admitted.1);
-                let made = Arc::new(made.build()?);
+                let made = memory.publish(&new_name(), self.options.clone())?;
+                let made = Arc::new(made);
                 list.insert(memory.ptr(), made.clone());
                 made
             }

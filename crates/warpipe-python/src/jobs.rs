@@ -76,31 +76,33 @@ impl Jobs {
         let lease_timeout = optional(lease_timeout, "lease_timeout")?;
         let spin = optional(spin, "spin")?;
         let (kind, inner) = if client {
-            let builder = warpipe::Client::builder(name)
-                .domain(&domain)
-                .device(&device)
-                .prefetch(prefetch)
-                .max_attempts(max_attempts)
-                .lease_timeout(lease_timeout)
-                .limit(limit)
-                .memory_limit(memory_limit);
-            let builder = spin.into_iter().fold(builder, warpipe::ClientBuilder::spin);
-            let client = call(py, || builder.build())?;
+            let default = warpipe::ClientOptions::at(&domain, &device);
+            let options = warpipe::ClientOptions {
+                prefetch,
+                max_attempts,
+                lease_timeout,
+                limit,
+                memory_limit,
+                spin: spin.unwrap_or(default.spin),
+                ..default
+            };
+            let client = call(py, || warpipe::Client::new(name, options))?;
             ("client", QueueOrClient::Client(client))
         } else {
-            let builder = warpipe::Queue::builder(name)
-                .domain(&domain)
-                .device(&device)
-                .prefetch(prefetch)
-                .max_attempts(max_attempts)
-                .lease_timeout(lease_timeout)
-                .limit(limit)
-                .memory_limit(memory_limit)
-                .order(self::order(order)?)
-                .workers_max(workers_max)
-                .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
-            let builder = spin.into_iter().fold(builder, warpipe::QueueBuilder::spin);
-            let queue = call(py, || builder.build())?;
+            let default = warpipe::QueueOptions::at(&domain, &device);
+            let options = warpipe::QueueOptions {
+                prefetch,
+                max_attempts,
+                lease_timeout,
+                limit,
+                memory_limit,
+                order: self::order(order)?,
+                workers_max,
+                handshake_timeout: seconds(handshake_timeout, "handshake_timeout")?,
+                spin: spin.unwrap_or(default.spin),
+                ..default
+            };
+            let queue = call(py, || warpipe::Queue::new(name, options))?;
             ("queue", QueueOrClient::of(queue))
         };
         let endpoint = JobEndpoint::open(py, kind, name, &device, loan_timeout, inner)?;

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use pyo3::prelude::*;
+use warpipe::Wait;
 
 use crate::closeable::Named;
 use crate::detached::call;
@@ -167,21 +168,18 @@ impl KernelRing {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<KernelRing>> {
         let (domain, device) = place(domain, device)?;
-        let mut builder = warpipe::KernelRing::builder(name)
-            .domain(&domain)
-            .device(&device)
-            .depth(depth)
-            .slot_bytes(slot_bytes)
-            .consumers(consumers)
-            .allow_uids(&allow_uids)
-            .allow_gids(&allow_gids);
-        if let Some(looks) = spin_limit {
-            builder = builder.spin_limit(looks);
-        }
-        if allow_time_slices {
-            builder = builder.allow_time_slices();
-        }
-        let made = call(py, || builder.build())?;
+        let default = warpipe::KernelRingOptions::at(&domain, &device);
+        let options = warpipe::KernelRingOptions {
+            depth,
+            slot_bytes,
+            consumers,
+            spin_limit: spin_limit.unwrap_or(default.spin_limit),
+            allow_time_slices,
+            allow_uids,
+            allow_gids,
+            ..default
+        };
+        let made = call(py, || warpipe::KernelRing::new(name, options))?;
         KernelRing::new(py, made)
     }
 
@@ -202,9 +200,9 @@ impl KernelRing {
     ) -> PyResult<Py<KernelRing>> {
         let (domain, device) = place(domain, device)?;
         let wait = optional(wait, "wait")?;
-        let opener = warpipe::KernelRing::opener(name).domain(&domain);
-        let opener = opener.device(&device);
-        let ring = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
+        let options = warpipe::OpenOptions::at(&domain, &device);
+        let open = |wait: Wait<'_>| Ok(warpipe::KernelRing::open(name, options, wait)?);
+        let ring = waiting(py, wait, || Ok(()), open)?;
         KernelRing::new(py, ring)
     }
 

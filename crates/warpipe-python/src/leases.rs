@@ -107,25 +107,27 @@ impl Leases {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let stream = stream_of(py, &device, stream)?;
         let (what, thing, source, queue_pid) = if server {
-            let builder = warpipe::Server::builder(name)
-                .domain(&domain)
-                .device(&device)
-                .answer_timeout(answer_timeout)
-                .memory_limit(memory_limit)
-                .handshake_timeout(handshake_timeout)
-                .clients_max(clients_max);
-            let builder = spin.into_iter().fold(builder, warpipe::ServerBuilder::spin);
-            let server = call(py, || builder.build())?;
+            let default = warpipe::ServerOptions::at(&domain, &device);
+            let options = warpipe::ServerOptions {
+                answer_timeout,
+                memory_limit,
+                handshake_timeout,
+                clients_max,
+                spin: spin.unwrap_or(default.spin),
+                ..default
+            };
+            let server = call(py, || warpipe::Server::new(name, options))?;
             ("server", "a request to", Source::Server(server), None)
         } else {
-            let builder = warpipe::Worker::builder(name)
-                .domain(&domain)
-                .device(&device)
-                .answer_timeout(answer_timeout)
-                .memory_limit(memory_limit)
-                .handshake_timeout(handshake_timeout);
-            let builder = spin.into_iter().fold(builder, warpipe::WorkerBuilder::spin);
-            let attach = |wait: Wait<'_>| Ok(builder.wait_for_queue(wait)?);
+            let default = warpipe::WorkerOptions::at(&domain, &device);
+            let options = warpipe::WorkerOptions {
+                answer_timeout,
+                memory_limit,
+                handshake_timeout,
+                spin: spin.unwrap_or(default.spin),
+                ..default
+            };
+            let attach = |wait: Wait<'_>| Ok(warpipe::Worker::wait_for(name, options, wait)?);
             let worker = waiting(py, wait, || Ok(()), attach)?;
             let queue_pid = Some(worker.queue_pid());
             ("worker", "a job of", Source::Worker(worker), queue_pid)

@@ -54,12 +54,13 @@ impl Member {
     ) -> PyResult<Py<Member>> {
         let domain = Domain::from_argument(domain)?;
         let joined = call(py, || {
-            warpipe::Member::builder(name)
-                .role(role)
-                .domain(&domain)
-                .allow_uids(&allow_uids)
-                .allow_gids(&allow_gids)
-                .build()
+            let options = warpipe::MemberOptions {
+                role: role.into(),
+                allow_uids,
+                allow_gids,
+                ..warpipe::MemberOptions::at(&domain)
+            };
+            warpipe::Member::new(name, options)
         })?;
         let generation = joined.generation();
         let role = role.to_owned();
@@ -143,13 +144,18 @@ impl Members {
         clean: bool,
     ) -> PyResult<Py<Members>> {
         let domain = Domain::from_argument(domain)?;
-        let mut builder = warpipe::Members::builder().domain(&domain).clean(clean);
+        let options = warpipe::MembersOptions {
+            clean,
+            ..warpipe::MembersOptions::at(&domain)
+        };
         let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();
-        for callback in &callbacks {
-            let callback = callback.clone();
-            builder = builder.on(move |change| callback.call(Info(change.clone())));
-        }
-        let started = on_a_thread(py, move || builder.build())?;
+        let callback = callbacks.first().cloned();
+        let started = on_a_thread(py, move || match callback {
+            None => warpipe::Members::new(options),
+            Some(callback) => warpipe::Members::with_callback(options, move |change| {
+                callback.call(Info(change.clone()));
+            }),
+        })?;
         let handle =
             CloseableHandle::unlisted("watch", domain.path().display().to_string(), started);
         let base = handle.base();

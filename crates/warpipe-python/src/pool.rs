@@ -68,26 +68,27 @@ impl Pool {
         device: Option<&Bound<'_, PyAny>>,
         memory_limit: u64,
         reserve: u64,
-        peers_max: usize,
+        peers_max: u32,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
         user_quota: QuotaArgument,
         quotas: HashMap<u32, QuotaArgument>,
     ) -> PyResult<Py<Pool>> {
         let (domain, device) = place(domain, device)?;
-        let builder = warpipe::Pool::builder(name)
-            .domain(&domain)
-            .device(&device)
-            .memory_limit(memory_limit)
-            .reserve(reserve)
-            .peers_max(peers_max)
-            .allow_uids(&allow_uids)
-            .allow_gids(&allow_gids)
-            .user_quota(quota_of(user_quota));
-        let builder = quotas.into_iter().fold(builder, |it, (uid, quota)| {
-            it.quota_for(uid, quota_of(quota))
-        });
-        let pool = call(py, || builder.build())?;
+        let quotas = quotas
+            .into_iter()
+            .map(|(uid, quota)| (uid, quota_of(quota)));
+        let options = warpipe::PoolOptions {
+            memory_limit,
+            reserve,
+            peers_max,
+            allow_uids,
+            allow_gids,
+            user_quota: quota_of(user_quota),
+            quota_for: quotas.collect(),
+            ..warpipe::PoolOptions::at(&domain, &device)
+        };
+        let pool = call(py, || warpipe::Pool::new(name, options))?;
         let object = |handle| Pool { handle, device };
         CloseableHandle::object(py, "pool", name, pool, object)
     }
@@ -198,9 +199,9 @@ impl PoolClient {
     ) -> PyResult<Py<PoolClient>> {
         let (domain, device) = place(domain, device)?;
         let wait = optional(wait, "wait")?;
-        let opener = warpipe::PoolClient::opener(name).domain(&domain);
-        let opener = opener.device(&device);
-        let client = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
+        let options = warpipe::OpenOptions::at(&domain, &device);
+        let open = |wait: Wait<'_>| Ok(warpipe::PoolClient::open(name, options, wait)?);
+        let client = waiting(py, wait, || Ok(()), open)?;
         let object = |handle| PoolClient { handle };
         CloseableHandle::object(py, "visit to the pool", name, client, object)
     }

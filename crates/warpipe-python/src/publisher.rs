@@ -202,21 +202,27 @@ impl Publisher {
         let (policy, chosen) = self::policy(policy)?;
         let blocks = matches!(chosen, Policy::Block { .. });
         let patience = block.map(|block| if blocks { block } else { block.max(HELD_UP) });
-        let builder = warpipe::Publisher::builder(name)
-            .domain(&domain)
-            .device(&device)
-            .depth(depth)
-            .policy(chosen)
-            .history(history)
-            .timestamps(timestamps)
-            .memory_limit(memory_limit)
-            .evict_after(optional(evict_after, "evict_after")?)
-            .subscribers_max(subscribers_max)
-            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
-            .allow_uids(&allow_uids)
-            .allow_gids(&allow_gids);
+        let publications = warpipe::PublishOptions {
+            allow_uids: allow_uids.clone(),
+            allow_gids: allow_gids.clone(),
+            ..warpipe::PublishOptions::at(&domain)
+        };
+        let options = warpipe::PublisherOptions {
+            depth,
+            policy: chosen,
+            history,
+            timestamps,
+            memory_limit,
+            evict_after: optional(evict_after, "evict_after")?,
+            subscribers_max,
+            handshake_timeout: seconds(handshake_timeout, "handshake_timeout")?,
+            allow_uids,
+            allow_gids,
+            ..warpipe::PublisherOptions::at(&domain, &device)
+        };
         let stream = OwnStream::new(py, &device)?;
-        let inner = Arc::new(Closable::new(call(py, || builder.build())?));
+        let made = call(py, || warpipe::Publisher::new(name, options))?;
+        let inner = Arc::new(Closable::new(made));
         interpreter_exit::close_at_exit(&inner)?;
         let base = Named::of(&inner, name);
         Ok(base.add_subclass(Publisher {
@@ -232,7 +238,7 @@ impl Publisher {
             patience,
             loan_timeout,
             copies: Arc::default(),
-            pool: PublishedPool::new(&domain, &allow_uids, &allow_gids),
+            pool: PublishedPool::new(publications),
         }))
     }
 

@@ -150,13 +150,13 @@ impl Semaphore {
     ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = place(domain, device)?;
         let made = call(py, || {
-            warpipe::Semaphore::builder(name)
-                .permits(permits)
-                .domain(&domain)
-                .device(&device)
-                .allow_uids(&allow_uids)
-                .allow_gids(&allow_gids)
-                .build()
+            let options = warpipe::SemaphoreOptions {
+                permits,
+                allow_uids,
+                allow_gids,
+                ..warpipe::SemaphoreOptions::at(&domain, &device)
+            };
+            warpipe::Semaphore::new(name, options)
         })?;
         Semaphore::new(py, made, device)
     }
@@ -178,9 +178,9 @@ impl Semaphore {
     ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = place(domain, device)?;
         let wait = optional(wait, "wait")?;
-        let opener = warpipe::Semaphore::opener(name).domain(&domain);
-        let opener = opener.device(&device);
-        let opened = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
+        let options = warpipe::OpenOptions::at(&domain, &device);
+        let open = |wait: Wait<'_>| Ok(warpipe::Semaphore::open(name, options, wait)?);
+        let opened = waiting(py, wait, || Ok(()), open)?;
         Semaphore::new(py, opened, device)
     }
 

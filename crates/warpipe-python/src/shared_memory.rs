@@ -85,13 +85,14 @@ impl Memory {
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Published>> {
-        let publication = Memory::inner(slf)?
-            .publication(name)
-            .domain(&Domain::from_argument(domain)?)
-            .access(access(writable))
-            .allow_uids(&allow_uids)
-            .allow_gids(&allow_gids);
-        let published = call(slf.py(), || publication.build())?;
+        let memory = Memory::inner(slf)?;
+        let options = warpipe::PublishOptions {
+            access: access(writable),
+            allow_uids,
+            allow_gids,
+            ..warpipe::PublishOptions::at(&Domain::from_argument(domain)?)
+        };
+        let published = call(slf.py(), || memory.publish(name, options))?;
         let object = |handle| Published { handle };
         CloseableHandle::object(slf.py(), "publication", name, published, object)
     }

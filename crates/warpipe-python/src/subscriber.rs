@@ -94,18 +94,17 @@ impl Subscriber {
         let (domain, device) = place(domain, device)?;
         let (wait, iteration) = (optional(wait, "wait")?, timeout.or(None));
         let timeout = timeout.or(Some(RECEIVE_TIMEOUT));
-        let builder = warpipe::Subscriber::builder(name)
-            .domain(&domain)
-            .device(&device)
-            .reconnect(reconnect)
-            .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
-            .orphan_timeout(seconds(orphan_timeout, "orphan_timeout")?);
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
-        let builder = spin
-            .into_iter()
-            .fold(builder, warpipe::SubscriberBuilder::spin);
+        let default = warpipe::SubscriberOptions::at(&domain, &device);
+        let options = warpipe::SubscriberOptions {
+            reconnect,
+            handshake_timeout: seconds(handshake_timeout, "handshake_timeout")?,
+            orphan_timeout: seconds(orphan_timeout, "orphan_timeout")?,
+            spin: spin.unwrap_or(default.spin),
+            ..default
+        };
         let stream = stream_of(py, &device, stream)?;
-        let attach = |wait: Wait<'_>| Ok(builder.wait_for_publisher(wait)?);
+        let attach = |wait: Wait<'_>| Ok(warpipe::Subscriber::wait_for(name, options, wait)?);
         let subscriber = waiting(py, wait, || Ok(()), attach)?;
         // A frame that was never returned to Python is released as any other.
         let calls = Calls {

@@ -1,6 +1,7 @@
 //! Timelines.
 
 use pyo3::prelude::*;
+use warpipe::Wait;
 
 use crate::closeable::Named;
 use crate::detached::call;
@@ -62,12 +63,12 @@ impl Timeline {
     ) -> PyResult<Py<Timeline>> {
         let (domain, device) = place(domain, device)?;
         let made = call(py, || {
-            warpipe::Timeline::builder(name)
-                .domain(&domain)
-                .device(&device)
-                .allow_uids(&allow_uids)
-                .allow_gids(&allow_gids)
-                .build()
+            let options = warpipe::TimelineOptions {
+                allow_uids,
+                allow_gids,
+                ..warpipe::TimelineOptions::at(&domain, &device)
+            };
+            warpipe::Timeline::new(name, options)
         })?;
         Timeline::new(py, made)
     }
@@ -88,9 +89,9 @@ impl Timeline {
     ) -> PyResult<Py<Timeline>> {
         let (domain, device) = place(domain, device)?;
         let wait = optional(wait, "wait")?;
-        let opener = warpipe::Timeline::opener(name).domain(&domain);
-        let opener = opener.device(&device);
-        let timeline = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
+        let options = warpipe::OpenOptions::at(&domain, &device);
+        let open = |wait: Wait<'_>| Ok(warpipe::Timeline::open(name, options, wait)?);
+        let timeline = waiting(py, wait, || Ok(()), open)?;
         Timeline::new(py, timeline)
     }
 

@@ -8,7 +8,7 @@ use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use warpipe::weights::{self, TensorInfo};
-use warpipe::{Error, HandshakeFault, Opener, Wait};
+use warpipe::{Error, HandshakeFault, OpenOptions, Wait};
 
 use crate::closeable::Named;
 use crate::detached::call;
@@ -134,9 +134,8 @@ impl Place {
     }
 
     /// Options of the library.
-    pub fn opener(&self) -> Opener<weights::SharedWeights> {
-        let opener = weights::SharedWeights::opener(&self.name).domain(&self.domain);
-        opener.device(&self.device)
+    pub fn options(&self) -> OpenOptions {
+        OpenOptions::at(&self.domain, &self.device)
     }
 
     /// Opens a version after number `after`, while the caller `goes_on`.
@@ -148,7 +147,8 @@ impl Place {
         goes_on: impl Fn() -> Outcome<()> + Send + Sync,
     ) -> PyResult<Result<Version, Error>> {
         waiting(py, wait, goes_on, |wait| {
-            let opened = self.opener().open_after(after, wait);
+            let opened =
+                weights::SharedWeights::open_after(&self.name, after, self.options(), wait);
             Ok(opened.map(|opened| Version::of(self.clone(), opened)))
         })
     }
@@ -625,9 +625,13 @@ fn _keep_weights(
     allow_gids: Vec<u32>,
 ) -> PyResult<Py<Keeper>> {
     let domain = Domain::from_argument(domain)?;
-    let builder = weights::Keeper::builder(name).domain(&domain);
-    let builder = builder.allow_uids(&allow_uids).allow_gids(&allow_gids);
-    let keeper = on_a_thread(py, move || builder.build())?;
+    let options = weights::KeeperOptions {
+        allow_uids,
+        allow_gids,
+        ..weights::KeeperOptions::at(&domain)
+    };
+    let to_keep = name.to_owned();
+    let keeper = on_a_thread(py, move || weights::Keeper::new(&to_keep, options))?;
     let unanswered = keeper.unanswered();
     let object = |handle| Keeper { handle, unanswered };
     CloseableHandle::object(py, "keeper", name, keeper, object)
@@ -643,6 +647,12 @@ fn _verify_weights(
     wait: Option<f64>,
 ) -> PyResult<u64> {
     let (place, wait) = (Place::of(name, device, domain)?, optional(wait, "wait")?);
-    let verify = |wait: Wait<'_>| Ok(place.opener().verify(wait)?);
+    let verify = |wait: Wait<'_>| {
+        Ok(weights::SharedWeights::verify(
+            &place.name,
+            place.options(),
+            wait,
+        )?)
+    };
     waiting(py, wait, || Ok(()), verify)
 }

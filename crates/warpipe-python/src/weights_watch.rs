@@ -108,7 +108,12 @@ fn follow(board: &Board, place: &Place) {
         }
         let after = state.told.max(state.given);
         drop(state);
-        match place.opener().version_after(after, LOOK) {
+        match warpipe::weights::SharedWeights::version_after(
+            &place.name,
+            after,
+            place.options(),
+            LOOK,
+        ) {
             // Not if the number was taken back meanwhile: then the version is looked for again.
             Ok(number) => board.change(|state| state.told = state.told.max(number)),
             Err(error) if is_for_now(&error) => {}
@@ -134,7 +139,8 @@ impl<'py> IntoPyObject<'py> for Arrived {
 fn call(board: &Board, place: &Place, callback: &Callback) {
     let mut after = board.lock().given;
     while !board.lock().is_closed && callback.is_live() {
-        match place.opener().open_after(after, LOOK) {
+        match warpipe::weights::SharedWeights::open_after(&place.name, after, place.options(), LOOK)
+        {
             Ok(opened) if !board.lock().is_closed => {
                 let version = Version::of(place.clone(), opened);
                 after = version.number();

@@ -255,8 +255,8 @@ def test_every_name_of_the_rust_library_has_its_counterpart_or_a_reason():
     guide = (REPOSITORY / "docs/guide/python.md").read_text()
     others = guide[guide.index("**Names beside the Rust library's.**"):]
     told = set(re.findall(r"`(\w+)`", others))
-    # Builders are keyword arguments here.
-    lacking = {name for name in names - set(warpipe.__all__) - told if not name.endswith("Builder")}
+    # Options are keyword arguments here.
+    lacking = {name for name in names - set(warpipe.__all__) - told if not name.endswith("Options")}
     assert lacking == set(WITHOUT_COUNTERPART)
 
 

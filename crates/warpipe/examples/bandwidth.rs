@@ -30,7 +30,9 @@ use std::time::Instant;
 use rustix::mm::{MapFlags, ProtFlags};
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Access, Device, DeviceKind, DevicePtr, Memory, SharedMemory, Stream, Ticket};
+use warpipe::{
+    Access, Device, DeviceKind, DevicePtr, Memory, PublishOptions, SharedMemory, Stream, Ticket,
+};
 
 /// Copies in a row that give one rate.
 const COPIES: u64 = 8;
@@ -54,11 +56,13 @@ fn export(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     };
     let device = peer.unwrap_or_else(|| stage.device.clone());
     let memory = Memory::allocate(&device, talk.hear()?.parse()?)?;
-    let published = memory
-        .publication("memory")
-        .domain(&stage.domain)
-        .access(Access::ReadWrite)
-        .build()?;
+    let published = memory.publish(
+        "memory",
+        PublishOptions {
+            access: Access::ReadWrite,
+            ..PublishOptions::at(&stage.domain)
+        },
+    )?;
     talk.tell(published.ticket()?)?;
     talk.expect("written")?;
     talk.tell(if is_pattern(&memory.to_vec(PATIENCE)?) {

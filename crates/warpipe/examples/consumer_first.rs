@@ -1,7 +1,7 @@
 //! The consumer starts first: it can give up with a clear message, or wait.
 //!
-//! A subscriber is built from a name. While no publisher has that name, `build` fails: at once by
-//! default, after a timeout with `wait_for_publisher`. A publisher that starts within that time is
+//! A subscriber is made from a name. While no publisher has that name, `Subscriber::new` fails at
+//! once, and `Subscriber::wait_for` after a timeout. A publisher that starts within that time is
 //! attached to at once; nothing polls for it.
 //!
 //! ```text
@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Error, Publisher, Subscriber, SubscriberBuilder};
+use warpipe::{Error, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 
 const NAME: &str = "early/bird";
 const GREETING: &[u8] = b"hello from a latecomer";
@@ -32,23 +32,24 @@ fn main() -> ExitCode {
     })
 }
 
-fn subscriber(stage: &Stage) -> SubscriberBuilder {
-    Subscriber::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
+fn options(stage: &Stage) -> SubscriberOptions {
+    SubscriberOptions::at(&stage.domain, &stage.device)
 }
 
 fn consume(
     stage: &Stage,
     start_producer: impl FnOnce() -> Outcome<Option<Actor>>,
 ) -> Outcome<String> {
-    give_up("at once", subscriber(stage).build())?;
+    give_up("at once", Subscriber::new(NAME, options(stage)))?;
     let soon = Duration::from_millis(200);
-    give_up("after 200 ms", subscriber(stage).wait_for_publisher(soon))?;
+    give_up(
+        "after 200 ms",
+        Subscriber::wait_for(NAME, options(stage), soon),
+    )?;
 
     println!("waiting for somebody to publish {NAME:?}");
     let producer = start_producer()?;
-    let mut subscriber = subscriber(stage).wait_for_publisher(PATIENCE)?;
+    let mut subscriber = Subscriber::wait_for(NAME, options(stage), PATIENCE)?;
     let greeting = subscriber
         .receive(&stage.device.stream()?, PATIENCE)?
         .to_vec(PATIENCE)?;
@@ -73,10 +74,7 @@ fn give_up(when: &str, built: warpipe::Result<Subscriber>) -> Outcome {
 }
 
 fn produce(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .build()?;
+    let publisher = Publisher::new(NAME, PublisherOptions::at(&stage.domain, &stage.device))?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = stage.device.stream()?;
     publisher.send_bytes(&stream, GREETING)?;

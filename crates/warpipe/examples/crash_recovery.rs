@@ -27,8 +27,8 @@ use std::sync::mpsc::channel;
 use rustix::process::{Pid, Signal, kill_process};
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Change, DType, Error, Layout, Member, MemberInfo, Members, Policy, Publisher, Stream,
-    Subscriber,
+    Change, DType, Error, Layout, Member, MemberInfo, MemberOptions, Members, MembersOptions,
+    Policy, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions,
 };
 
 const WORKERS: usize = 3;
@@ -47,15 +47,20 @@ fn main() -> ExitCode {
 fn work(stage: &Stage, name: &str) -> Outcome<String> {
     std::fs::write(scratch(stage, name), "half of a thought")?;
     let policy = Policy::Block { timeout: PATIENCE };
-    let builder = Publisher::builder(frames_of(name).as_str())
-        .domain(&stage.domain)
-        .device(&stage.device);
-    let publisher = builder.depth(4).policy(policy).build()?;
+    let publisher = Publisher::new(
+        frames_of(name).as_str(),
+        PublisherOptions {
+            depth: 4,
+            policy,
+            ..PublisherOptions::at(&stage.domain, &stage.device)
+        },
+    )?;
     // Last, so that a process that sees the member finds all of it.
-    let _member = Member::builder(name)
-        .role("worker")
-        .domain(&stage.domain)
-        .build()?;
+    let options = MemberOptions {
+        role: "worker".into(),
+        ..MemberOptions::at(&stage.domain)
+    };
+    let _member = Member::new(name, options)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = stage.device.stream()?;
     let layout = Layout::contiguous(DType::U64, &[WORDS])?;
@@ -83,7 +88,7 @@ fn scratch(stage: &Stage, name: &str) -> PathBuf {
 
 fn coordinate(stage: &Stage) -> Outcome<String> {
     println!("domain {}", stage.domain.path().display());
-    let members = Members::builder().domain(&stage.domain).build()?;
+    let members = Members::new(MembersOptions::at(&stage.domain))?;
     let stream = stage.device.stream()?;
     let mut verified = 0;
     let mut workers = Vec::new();
@@ -202,10 +207,10 @@ impl Worker {
         ensure(joined.pid == actor.pid() as i32, || {
             format!("process {} is {name}", joined.pid)
         })?;
-        let builder = Subscriber::builder(frames_of(name).as_str())
-            .domain(&stage.domain)
-            .device(&stage.device);
-        let frames = builder.build()?;
+        let frames = Subscriber::new(
+            frames_of(name).as_str(),
+            SubscriberOptions::at(&stage.domain, &stage.device),
+        )?;
         Ok(Worker {
             name: name.to_owned(),
             actor,

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Error, Event, EventHandle, Memory, Ticket};
+use warpipe::{Error, Event, EventHandle, EventOptions, Memory, PublishOptions, Ticket};
 
 const WORDS: u64 = 1 << 16;
 const SEED: u64 = 3;
@@ -42,10 +42,7 @@ fn main() -> ExitCode {
         _ => {
             // Before any stream waits: loading a kernel may have to wait for that stream.
             warpipe_kernels::preload(&stage.device)?;
-            let event = Event::builder()
-                .domain(&stage.domain)
-                .device(&stage.device)
-                .build()?;
+            let event = Event::new(EventOptions::at(&stage.domain, &stage.device))?;
             record(stage, &event)?;
             lose(stage, &event)?;
             Ok(format!(
@@ -58,7 +55,7 @@ fn main() -> ExitCode {
 /// The parent's role in the first half.
 fn record(stage: &Stage, event: &Event) -> Outcome {
     let memory = Memory::allocate(&stage.device, WORDS * 8)?;
-    let published = memory.publish(&stage.domain, "words")?;
+    let published = memory.publish("words", PublishOptions::at(&stage.domain))?;
     let stream = stage.device.stream()?;
     let (child, mut talk) = stage.start_talking("child")?;
     talk.tell(event.handle()?)?;

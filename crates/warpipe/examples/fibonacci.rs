@@ -17,7 +17,7 @@ mod stage;
 use std::process::ExitCode;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{DType, Layout, Publisher, Subscriber};
+use warpipe::{DType, Layout, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 
 const NAME: &str = "numbers/fibonacci";
 const COUNT: u64 = 1 << 16;
@@ -36,10 +36,7 @@ fn main() -> ExitCode {
 }
 
 fn produce(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .build()?;
+    let publisher = Publisher::new(NAME, PublisherOptions::at(&stage.domain, &stage.device))?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
 
     // A loan is memory of the device that no subscriber reads yet.
@@ -59,10 +56,11 @@ fn produce(stage: &Stage) -> Outcome<String> {
 }
 
 fn consume(stage: &Stage) -> Outcome<String> {
-    let mut subscriber = Subscriber::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .wait_for_publisher(PATIENCE)?;
+    let mut subscriber = Subscriber::wait_for(
+        NAME,
+        SubscriberOptions::at(&stage.domain, &stage.device),
+        PATIENCE,
+    )?;
     let stream = stage.device.stream()?;
     let tensor = subscriber.receive(&stream, PATIENCE)?;
 

@@ -29,7 +29,7 @@ use rustix::process::{
 };
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play_after};
-use warpipe::{Access, Memory, Ticket};
+use warpipe::{Access, Memory, PublishOptions, Ticket};
 
 /// Small enough that a 32-bit float represents each integer up to twice this.
 const COUNT: u64 = 1 << 16;
@@ -75,11 +75,13 @@ fn parent(stage: &Stage, child: Forked, mut talk: Talk) -> Outcome<String> {
     memory.write(&stream, 0, &numbers)?;
     stream.synchronize(PATIENCE)?; // a ticket orders no work: the numbers are there before the child hears of them
 
-    let published = memory
-        .publication("numbers")
-        .domain(&stage.domain)
-        .access(Access::ReadWrite)
-        .build()?;
+    let published = memory.publish(
+        "numbers",
+        PublishOptions {
+            access: Access::ReadWrite,
+            ..PublishOptions::at(&stage.domain)
+        },
+    )?;
     talk.tell(published.ticket()?)?;
     talk.expect("doubled")?;
     child.finish()?;

@@ -28,7 +28,10 @@ mod stage;
 use std::process::ExitCode;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{DType, Layout, Policy, Publisher, Result, Sample, Subscriber};
+use warpipe::{
+    DType, Layout, Policy, Publisher, PublisherOptions, Result, Sample, Subscriber,
+    SubscriberOptions,
+};
 
 const FRAMES: u64 = 400;
 const FLOATS: u64 = 4096;
@@ -53,19 +56,25 @@ fn main() -> ExitCode {
 
 fn publisher(stage: &Stage, name: &str) -> Result<Publisher> {
     let policy = Policy::Block { timeout: PATIENCE };
-    Publisher::builder(name)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .depth(DEPTH)
-        .policy(policy)
-        .build()
+    Publisher::new(
+        name,
+        PublisherOptions {
+            depth: DEPTH,
+            policy,
+            ..PublisherOptions::at(&stage.domain, &stage.device)
+        },
+    )
 }
 
 fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> {
-    let builder = Subscriber::builder(name)
-        .domain(&stage.domain)
-        .device(&stage.device);
-    builder.reconnect(reconnect).wait_for_publisher(PATIENCE)
+    Subscriber::wait_for(
+        name,
+        SubscriberOptions {
+            reconnect,
+            ..SubscriberOptions::at(&stage.domain, &stage.device)
+        },
+        PATIENCE,
+    )
 }
 
 /// Frame `number` is filled with its number.

@@ -23,7 +23,8 @@ use std::time::Duration;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Access, Buffer, Change, Error, LentBuffer, Member, Members, Pool, PoolStats, Ticket,
+    Access, Buffer, Change, Error, LentBuffer, Member, MemberOptions, Members, MembersOptions,
+    Pool, PoolOptions, PoolStats, Ticket,
 };
 
 const NAME: &str = "scratch";
@@ -84,19 +85,24 @@ fn hold(stage: &Stage) -> Outcome<String> {
     unsafe {
         warpipe_kernels::slow_fill(&stream, block.ptr(), WORDS, 666, Duration::from_secs(10))?
     };
-    let _member = Member::builder("doomed")
-        .role("borrower")
-        .domain(&stage.domain)
-        .build()?;
+    let options = MemberOptions {
+        role: "borrower".into(),
+        ..MemberOptions::at(&stage.domain)
+    };
+    let _member = Member::new("doomed", options)?;
     std::thread::park_timeout(PATIENCE);
     Err("nobody killed it".into())
 }
 
 fn own(stage: &Stage) -> Outcome<String> {
-    let builder = Pool::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device);
-    let pool = builder.memory_limit(LIMIT).reserve(LIMIT).build()?;
+    let pool = Pool::new(
+        NAME,
+        PoolOptions {
+            memory_limit: LIMIT,
+            reserve: LIMIT,
+            ..PoolOptions::at(&stage.domain, &stage.device)
+        },
+    )?;
     show("at first", &pool.stats(), [0, 0])?;
     lend_and_get_back(stage, &pool)?;
     take_back_from_the_dead(stage, &pool)?;
@@ -151,7 +157,7 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
 }
 
 fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
-    let members = Members::builder().domain(&stage.domain).build()?;
+    let members = Members::new(MembersOptions::at(&stage.domain))?;
     let block = pool.allocate(BLOCK, Duration::ZERO)?;
     block
         .lend(Access::ReadWrite)?

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{DType, Layout, Policy, Publisher, Subscriber};
+use warpipe::{DType, Layout, Policy, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 
 const NAME: &str = "frames";
 const FRAMES: u64 = 200;
@@ -43,12 +43,12 @@ fn main() -> ExitCode {
 }
 
 fn send(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .depth(DEPTH)
-        .policy(Policy::Block { timeout: PATIENCE })
-        .build()?;
+    let options = PublisherOptions {
+        depth: DEPTH,
+        policy: Policy::Block { timeout: PATIENCE },
+        ..PublisherOptions::at(&stage.domain, &stage.device)
+    };
+    let publisher = Publisher::new(NAME, options)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = stage.device.stream()?;
     let layout = Layout::contiguous(DType::U64, &[WORDS])?;
@@ -74,10 +74,11 @@ fn send(stage: &Stage) -> Outcome<String> {
 }
 
 fn read(stage: &Stage) -> Outcome<String> {
-    let mut subscriber = Subscriber::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .wait_for_publisher(PATIENCE)?;
+    let mut subscriber = Subscriber::wait_for(
+        NAME,
+        SubscriberOptions::at(&stage.domain, &stage.device),
+        PATIENCE,
+    )?;
     let stream = stage.device.stream()?;
     let (mut frames, mut waits) = (0, 0);
     // The iterator ends when the sender has closed gracefully and every frame has been received.

@@ -27,7 +27,8 @@ use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Access, Device, Memory, Publisher, Semaphore, SharedMemory, Stream, Subscriber, Ticket,
+    Access, Device, Memory, OpenOptions, PublishOptions, Publisher, PublisherOptions, Semaphore,
+    SemaphoreOptions, SharedMemory, Stream, Subscriber, SubscriberOptions, Ticket,
 };
 
 const PROCESSES: u64 = 6;
@@ -47,30 +48,31 @@ fn main() -> ExitCode {
 
 /// Owns the shared objects, in the memory of the first process.
 fn keep(stage: &Stage) -> Outcome<String> {
-    let _region = Semaphore::builder("region")
-        .permits(PERMITS)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .build()?;
-    let _turn = Semaphore::builder("turn")
-        .permits(1)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .build()?;
+    let options = SemaphoreOptions {
+        permits: PERMITS,
+        ..SemaphoreOptions::at(&stage.domain, &stage.device)
+    };
+    let _region = Semaphore::new("region", options)?;
+    let _turn = Semaphore::new(
+        "turn",
+        SemaphoreOptions {
+            permits: 1,
+            ..SemaphoreOptions::at(&stage.domain, &stage.device)
+        },
+    )?;
     let numbers = Memory::allocate(&stage.device, BYTES)?;
     let counts = Memory::allocate(&Device::host(), Counts::BYTES)?;
     let publish = |memory: &Memory, name| {
-        memory
-            .publication(name)
-            .domain(&stage.domain)
-            .access(Access::ReadWrite)
-            .build()
+        memory.publish(
+            name,
+            PublishOptions {
+                access: Access::ReadWrite,
+                ..PublishOptions::at(&stage.domain)
+            },
+        )
     };
     let _published = (publish(&numbers, "numbers")?, publish(&counts, "counts")?);
-    let start = Publisher::builder("start")
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .build()?;
+    let start = Publisher::new("start", PublisherOptions::at(&stage.domain, &stage.device))?;
 
     let members: Outcome<Vec<Actor>> = (0..PROCESSES).map(|_| stage.start("member")).collect();
     // Starts all processes at once.
@@ -103,21 +105,20 @@ fn take_part(stage: &Stage) -> Outcome<String> {
     let open = |name, device| Ticket::to(&stage.domain, name)?.open(device, Duration::ZERO);
     let numbers: SharedMemory = open("numbers", &stage.device)?;
     let counts = Counts(open("counts", &Device::host())?);
-    let region = Semaphore::opener("region")
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .open(Duration::ZERO)?;
-    let turn = Semaphore::opener("turn")
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .open(Duration::ZERO)?;
+    let region = Semaphore::open(
+        "region",
+        OpenOptions::at(&stage.domain, &stage.device),
+        Duration::ZERO,
+    )?;
+    let turn = Semaphore::open(
+        "turn",
+        OpenOptions::at(&stage.domain, &stage.device),
+        Duration::ZERO,
+    )?;
     let stream = stage.device.stream()?;
     // Loaded now, and not behind a stream that waits for others.
     warpipe_kernels::preload(&stage.device)?;
-    let mut start = Subscriber::builder("start")
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .build()?;
+    let mut start = Subscriber::new("start", SubscriberOptions::at(&stage.domain, &stage.device))?;
     start.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
 
     let is_with = stage.option("--without").is_none();

@@ -22,8 +22,8 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr as _, result};
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::weights::{Keeper, SharedTensor, SharedWeights, Weights};
-use warpipe::{DType, Device, DeviceKind, Layout};
+use warpipe::weights::{Keeper, KeeperOptions, SharedTensor, SharedWeights, Weights};
+use warpipe::{DType, Device, DeviceKind, Layout, OpenOptions};
 
 const NAME: &str = "network";
 const READERS: usize = 2;
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
         "reader" => read(stage),
         _ => {
             // Descriptors alone: a process that does nothing else is the safest place for it.
-            let keeper = Keeper::builder(NAME).domain(&stage.domain).build()?;
+            let keeper = Keeper::new(NAME, KeeperOptions::at(&stage.domain))?;
             stage.start("trainer")?.finish()?;
             let readers: Outcome<Vec<_>> = (0..READERS).map(|_| stage.start("reader")).collect();
             readers?
@@ -124,10 +124,11 @@ fn fill_on_host(
 }
 
 fn read(stage: &Stage) -> Outcome<String> {
-    let opener = SharedWeights::opener(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device);
-    let weights = opener.open(PATIENCE)?;
+    let weights = SharedWeights::open(
+        NAME,
+        OpenOptions::at(&stage.domain, &stage.device),
+        PATIENCE,
+    )?;
     let stream = cudarc_stream(stage)?;
     for (tensor, (name, _, _)) in TENSORS.iter().enumerate() {
         let shared = weights

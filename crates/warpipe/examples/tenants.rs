@@ -40,7 +40,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use stage::{Outcome, PATIENCE, Stage, ensure, play_after};
 use warpipe::backend::DeviceKind;
-use warpipe::{Error, ErrorKind, LentBuffer, Pool, PoolClient, Quota};
+use warpipe::{Error, ErrorKind, LentBuffer, OpenOptions, Pool, PoolClient, PoolOptions, Quota};
 
 const NAME: &str = "shared";
 /// Users without other processes.
@@ -89,8 +89,11 @@ fn become_tenant(stage: &mut Stage) -> Outcome<OwnedFd> {
 }
 
 fn open_pool(stage: &Stage) -> Outcome<PoolClient> {
-    let opener = PoolClient::opener(NAME).domain(&stage.domain);
-    Ok(opener.device(&stage.device).open(Duration::ZERO)?)
+    Ok(PoolClient::open(
+        NAME,
+        OpenOptions::at(&stage.domain, &stage.device),
+        Duration::ZERO,
+    )?)
 }
 
 /// Says that it has come this far.
@@ -316,13 +319,13 @@ fn broker(stage: &Stage) -> Outcome<String> {
         bytes: BYTES,
         blocks: 16,
     };
-    let pool = Pool::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .memory_limit(2 * BYTES)
-        .allow_uids(&[STEADY, FAULTY])
-        .user_quota(quota)
-        .build()?;
+    let options = PoolOptions {
+        memory_limit: 2 * BYTES,
+        allow_uids: vec![STEADY, FAULTY],
+        user_quota: quota,
+        ..PoolOptions::at(&stage.domain, &stage.device)
+    };
+    let pool = Pool::new(NAME, options)?;
     let steady = Tenant::start(stage, "steady")?;
     steady.expect_rounds()?;
 

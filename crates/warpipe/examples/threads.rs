@@ -20,7 +20,7 @@ use std::process::ExitCode;
 use std::thread;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Publisher, Result, Subscriber};
+use warpipe::{Publisher, PublisherOptions, Result, Subscriber, SubscriberOptions};
 
 const NAME: &str = "board";
 const THREADS: usize = 4;
@@ -35,10 +35,7 @@ fn main() -> ExitCode {
 }
 
 fn run(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .build()?;
+    let publisher = Publisher::new(NAME, PublisherOptions::at(&stage.domain, &stage.device))?;
     let (written, seen, memory) = thread::scope(|scope| {
         let readers: Vec<_> = (0..THREADS).map(|_| scope.spawn(|| read(stage))).collect();
         publisher.wait_for_subscribers(THREADS, PATIENCE)?;
@@ -99,10 +96,8 @@ fn write(stage: &Stage, publisher: &Publisher) -> Result<Vec<u64>> {
 
 /// One thread: a subscriber and a stream of its own.
 fn read(stage: &Stage) -> Result<Seen> {
-    let mut subscriber = Subscriber::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .build()?;
+    let mut subscriber =
+        Subscriber::new(NAME, SubscriberOptions::at(&stage.domain, &stage.device))?;
     let stream = stage.device.stream()?;
     let mut seen = Seen::new();
     for number in 1..=FRAMES {

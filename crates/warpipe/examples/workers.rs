@@ -23,7 +23,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{DType, Error, JobResult, Layout, Loan, Queue, Stream, Worker};
+use warpipe::{
+    DType, Error, JobResult, Layout, Loan, Queue, QueueOptions, Stream, Worker, WorkerOptions,
+};
 
 const NAME: &str = "roots";
 const TASKS: u64 = 200;
@@ -46,10 +48,11 @@ fn main() -> ExitCode {
 
 /// Takes tasks as long as the queue exists.
 fn work(stage: &Stage) -> Outcome<String> {
-    let builder = Worker::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device);
-    let mut worker = builder.answer_timeout(PATIENCE).wait_for_queue(PATIENCE)?;
+    let options = WorkerOptions {
+        answer_timeout: PATIENCE,
+        ..WorkerOptions::at(&stage.domain, &stage.device)
+    };
+    let mut worker = Worker::wait_for(NAME, options, PATIENCE)?;
     let stream = stage.device.stream()?;
     let mut tasks = 0;
     loop {
@@ -83,11 +86,13 @@ fn work(stage: &Stage) -> Outcome<String> {
 
 /// Submits the tasks and verifies the results. With workers of its own, kills one half-way.
 fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
-    let queue = Queue::builder(NAME)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .prefetch(PREFETCH)
-        .build()?;
+    let queue = Queue::new(
+        NAME,
+        QueueOptions {
+            prefetch: PREFETCH,
+            ..QueueOptions::at(&stage.domain, &stage.device)
+        },
+    )?;
     let stream = stage.device.stream()?;
     for number in 0..TASKS {
         queue.submit(task(&queue, &stream, number)?, &stream)?;

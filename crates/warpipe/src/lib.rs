@@ -7,12 +7,12 @@
 //!
 //! ```
 //! use std::time::Duration;
-//! use warpipe::{Device, Domain, Publisher, Subscriber};
+//! use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 //! # let folder = std::env::temp_dir().join(format!("warpipe-tour-{}", std::process::id()));
 //! let domain = Domain::at(&folder)?; // left out, it comes from the environment
 //! let device = Device::host(); // left out, it is the first GPU, else the host
-//! let publisher = Publisher::builder("tour").domain(&domain).device(&device).build()?;
-//! let mut subscriber = Subscriber::builder("tour").domain(&domain).device(&device).build()?;
+//! let publisher = Publisher::new("tour", PublisherOptions::at(&domain, &device))?;
+//! let mut subscriber = Subscriber::new("tour", SubscriberOptions::at(&domain, &device))?;
 //!
 //! let stream = device.stream()?;
 //! publisher.send_bytes(&stream, b"a tensor of seven and more")?;
@@ -152,7 +152,7 @@ mod wait;
 pub mod weights;
 
 pub use allocations::{
-    AllocationClient, AllocationServer, AllocationServerBuilder, AllocationStats,
+    AllocationClient, AllocationServer, AllocationServerOptions, AllocationStats,
 };
 pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
@@ -165,30 +165,32 @@ pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use kernel::{HostKernel, Kernel, KernelLaunch};
 pub use kind::Kind;
 pub use lend::session::LentBuffer;
-pub use members::{Change, Member, MemberBuilder, MemberInfo, Members, MembersBuilder};
+pub use members::{Change, Member, MemberInfo, MemberOptions, Members, MembersOptions};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
-pub use memory::{DeviceSlice, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
-pub use options::Opener;
-pub use pool::{Buffer, Pool, PoolBuilder, PoolClient, PoolStats, PoolUsage, Quota};
+pub use memory::{
+    DeviceSlice, Memory, MemoryInfo, PublishOptions, Published, SharedMemory, Ticket,
+};
+pub use options::OpenOptions;
+pub use pool::{Buffer, Pool, PoolClient, PoolOptions, PoolStats, PoolUsage, Quota};
 pub use pubsub::{
-    Discontinuity, PeerCredentials, Policy, PreviousPublisher, Publisher, PublisherBuilder,
+    Discontinuity, PeerCredentials, Policy, PreviousPublisher, Publisher, PublisherOptions,
     Receipt, Sample, SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber,
-    SubscriberBuilder, SubscriberInfo,
+    SubscriberInfo, SubscriberOptions,
 };
 pub use queue::{
-    AnswerError, AnswerHandle, JobHandle, JobResult, Lease, Loan, Queue, QueueBuilder, QueueState,
-    QueueWatch, ResultOrder, SubmitError, Worker, WorkerBuilder,
+    AnswerError, AnswerHandle, JobHandle, JobResult, Lease, Loan, Queue, QueueOptions, QueueState,
+    QueueWatch, ResultOrder, SubmitError, Worker, WorkerOptions,
 };
 #[doc(hidden)] // For the fake driver, which runs their CPU versions.
 pub use rings::RING_STEPS;
-pub use rings::{HostRing, KernelRing, KernelRingBuilder, RingEnd};
-pub use rpc::{Client, ClientBuilder, Pending, Server, ServerBuilder};
+pub use rings::{HostRing, KernelRing, KernelRingOptions, RingEnd};
+pub use rpc::{Client, ClientOptions, Pending, Server, ServerOptions};
 pub use runtime::closer::pending_closes;
 pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;
-pub use sync::event::{Event, EventBuilder, EventHandle, Recording};
-pub use sync::semaphore::{Permit, Semaphore, SemaphoreBuilder};
-pub use sync::timeline::{Timeline, TimelineBuilder};
+pub use sync::event::{Event, EventHandle, EventOptions, Recording};
+pub use sync::semaphore::{Permit, Semaphore, SemaphoreOptions};
+pub use sync::timeline::{Timeline, TimelineOptions};
 pub use tensor::{DType, Layout, RANK_MAX};
 pub use wait::{OptionalExtension, Wait};
 

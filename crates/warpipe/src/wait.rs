@@ -23,13 +23,16 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// ```
 /// use std::cell::Cell;
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, Error, OptionalExtension, Publisher, Subscriber, Wait};
+/// use warpipe::{
+///     Device, Domain, Error, OptionalExtension, Publisher, PublisherOptions, Subscriber,
+///     SubscriberOptions, Wait,
+/// };
 /// # let folder = std::env::temp_dir().join(format!("warpipe-wait-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// # let stream = device.stream()?;
 ///
-/// let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
-/// let mut subscriber = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+/// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
+/// let mut subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
 /// assert!(subscriber.receive(&stream, Duration::ZERO).optional()?.is_none());
 ///
 /// let looks = Cell::new(0);

@@ -10,7 +10,10 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering, Ordering::
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use warpipe::{Device, Domain, Event, Publisher, Semaphore, Subscriber, Timeline};
+use warpipe::{
+    Device, Domain, Event, EventOptions, OpenOptions, Publisher, PublisherOptions, Semaphore,
+    SemaphoreOptions, Subscriber, SubscriberOptions, Timeline, TimelineOptions,
+};
 
 const WAIT: Duration = Duration::from_secs(20);
 
@@ -129,16 +132,8 @@ fn children_that_several_threads_fork_at_once_have_nothing_of_the_lifeline() {
     let folder = std::env::temp_dir().join(format!("warpipe-forks-many-{}", std::process::id()));
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
     let before = descriptors();
-    let publisher = Publisher::builder("many")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let subscriber = Subscriber::builder("many")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let publisher = Publisher::new("many", PublisherOptions::at(&domain, &device)).unwrap();
+    let subscriber = Subscriber::new("many", SubscriberOptions::at(&domain, &device)).unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     let is_ours = |path: &&String| path.starts_with("socket:") || path.starts_with("pipe:");
     let has_kept = || {
@@ -226,16 +221,10 @@ fn status_of_a_child(work: impl FnOnce() -> bool) -> i32 {
 
 fn open_and_close(domain: &Domain, number: usize) {
     let (device, name) = (Device::host(), |kind: &str| format!("{kind}-{number}"));
-    let publisher = Publisher::builder(&name("publisher"))
-        .domain(domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let mut subscriber = Subscriber::builder(&name("publisher"))
-        .domain(domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let publisher =
+        Publisher::new(&name("publisher"), PublisherOptions::at(domain, &device)).unwrap();
+    let mut subscriber =
+        Subscriber::new(&name("publisher"), SubscriberOptions::at(domain, &device)).unwrap();
     let stream = device.stream().unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
@@ -244,38 +233,29 @@ fn open_and_close(domain: &Domain, number: usize) {
         .unwrap()
         .finish(WAIT)
         .unwrap();
-    let timeline = Timeline::builder(&name("timeline"))
-        .domain(domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let timeline = Timeline::new(&name("timeline"), TimelineOptions::at(domain, &device)).unwrap();
     drop(
-        Timeline::opener(&name("timeline"))
-            .domain(domain)
-            .device(&device)
-            .open(Duration::ZERO)
-            .unwrap(),
+        Timeline::open(
+            &name("timeline"),
+            OpenOptions::at(domain, &device),
+            Duration::ZERO,
+        )
+        .unwrap(),
     );
-    let semaphore = Semaphore::builder(&name("semaphore"))
-        .permits(1)
-        .domain(domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(domain, &device)
+    };
+    let semaphore = Semaphore::new(&name("semaphore"), options).unwrap();
     drop(
-        Semaphore::opener(&name("semaphore"))
-            .domain(domain)
-            .device(&device)
-            .open(Duration::ZERO)
-            .unwrap(),
+        Semaphore::open(
+            &name("semaphore"),
+            OpenOptions::at(domain, &device),
+            Duration::ZERO,
+        )
+        .unwrap(),
     );
-    drop(
-        Event::builder()
-            .domain(domain)
-            .device(&device)
-            .build()
-            .unwrap(),
-    );
+    drop(Event::new(EventOptions::at(domain, &device)).unwrap());
     let _ = domain.endpoints().unwrap();
     drop((publisher, subscriber, timeline, semaphore));
 }

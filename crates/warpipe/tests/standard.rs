@@ -8,8 +8,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use warpipe::{
-    Access, Device, Domain, Event, Member, Members, Memory, Pool, Publisher, Queue, Semaphore,
-    Subscriber, Ticket, Timeline, Worker,
+    Access, Device, Domain, Event, EventOptions, Member, MemberOptions, Members, MembersOptions,
+    Memory, OpenOptions, Pool, PoolOptions, Publisher, PublisherOptions, Queue, QueueOptions,
+    Semaphore, SemaphoreOptions, Subscriber, SubscriberOptions, Ticket, Timeline, TimelineOptions,
+    Worker, WorkerOptions,
 };
 
 const WAIT: Duration = Duration::from_secs(40);
@@ -78,61 +80,41 @@ fn open_everything(folder: &Path) {
     let domain = none_taken("a domain", Domain::at(folder).unwrap());
     let (domain, device) = (&domain, &Device::host());
     let stream = device.stream().unwrap();
-    let publisher = Publisher::builder("a")
-        .domain(domain)
-        .device(device)
-        .build()
-        .unwrap();
+    let publisher = Publisher::new("a", PublisherOptions::at(domain, device)).unwrap();
     let publisher = none_taken("a publisher", publisher);
-    let subscriber = Subscriber::builder("a")
-        .domain(domain)
-        .device(device)
-        .build()
-        .unwrap();
+    let subscriber = Subscriber::new("a", SubscriberOptions::at(domain, device)).unwrap();
     let mut subscriber = none_taken("a subscriber", subscriber);
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
     let sample = none_taken("a sample", subscriber.receive(&stream, WAIT).unwrap());
-    let timeline = Timeline::builder("timeline")
-        .domain(domain)
-        .device(device)
-        .build()
-        .unwrap();
-    let opened = Timeline::opener("timeline")
-        .domain(domain)
-        .device(device)
-        .open(Duration::ZERO)
-        .unwrap();
+    let timeline = Timeline::new("timeline", TimelineOptions::at(domain, device)).unwrap();
+    let opened =
+        Timeline::open("timeline", OpenOptions::at(domain, device), Duration::ZERO).unwrap();
     let _timeline = none_taken("a timeline", (timeline, opened));
-    let semaphore = Semaphore::builder("semaphore")
-        .permits(1)
-        .domain(domain)
-        .device(device)
-        .build()
-        .unwrap();
-    let opened = Semaphore::opener("semaphore")
-        .domain(domain)
-        .device(device)
-        .open(Duration::ZERO)
-        .unwrap();
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(domain, device)
+    };
+    let semaphore = Semaphore::new("semaphore", options).unwrap();
+    let opened =
+        Semaphore::open("semaphore", OpenOptions::at(domain, device), Duration::ZERO).unwrap();
     let _semaphore = none_taken("a semaphore", (semaphore, opened));
     let _event = none_taken(
         "an event",
-        Event::builder()
-            .domain(domain)
-            .device(device)
-            .build()
-            .unwrap(),
+        Event::new(EventOptions::at(domain, device)).unwrap(),
     );
-    let members = Members::builder().domain(domain).build().unwrap();
+    let members = Members::new(MembersOptions::at(domain)).unwrap();
     let _members = none_taken(
         "members",
         (
-            Member::builder("m")
-                .role("role")
-                .domain(domain)
-                .build()
-                .unwrap(),
+            Member::new(
+                "m",
+                MemberOptions {
+                    role: "role".into(),
+                    ..MemberOptions::at(domain)
+                },
+            )
+            .unwrap(),
             members,
         ),
     );
@@ -140,22 +122,10 @@ fn open_everything(folder: &Path) {
     let fd = none_taken("a descriptor of it", memory.export_fd().unwrap());
     let opened = Memory::import_fd(device, &fd, &memory.info(), Access::Read).unwrap();
     let _opened = none_taken("opened memory", opened);
-    let queue = Queue::builder("queue")
-        .domain(domain)
-        .device(device)
-        .build()
-        .unwrap();
-    let worker = Worker::builder("queue")
-        .domain(domain)
-        .device(device)
-        .build()
-        .unwrap();
+    let queue = Queue::new("queue", QueueOptions::at(domain, device)).unwrap();
+    let worker = Worker::new("queue", WorkerOptions::at(domain, device)).unwrap();
     let _queue = none_taken("a queue", (worker, queue));
-    let pool = Pool::builder("pool")
-        .domain(domain)
-        .device(device)
-        .build()
-        .unwrap();
+    let pool = Pool::new("pool", PoolOptions::at(domain, device)).unwrap();
     let _pool = none_taken(
         "a pool",
         (pool.allocate(4096, Duration::ZERO).unwrap(), pool),

@@ -9,8 +9,8 @@ use std::process::{ChildStdin, Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::Signal;
-use warpipe::weights::{Keeper, PublishedWeights, SharedWeights, Weights};
-use warpipe::{DType, Device, Domain, Error, Layout};
+use warpipe::weights::{Keeper, KeeperOptions, PublishedWeights, SharedWeights, Weights};
+use warpipe::{DType, Device, Domain, Error, Layout, OpenOptions};
 use warpipe_testkit::{ChildProcess, LineReader, TempDir, this_program};
 
 const WAIT: Duration = Duration::from_secs(60);
@@ -47,9 +47,12 @@ fn a_killed_keeper_costs_no_worker_anything_and_the_next_one_takes_the_newest_ve
     assert_eq!(new.ask("read"), "version 2 byte 2");
     let mut keeper = stage.child("keeper");
     assert_eq!(keeper.reply(), "candidate Some(2) unanswered 0");
-    let early = stage.opener().open(Duration::ZERO).unwrap_err();
+    let early = SharedWeights::open("w", stage.options(), Duration::ZERO).unwrap_err();
     assert!(matches!(early, Error::Timeout { .. }), "{early}");
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 2);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        2
+    );
     let mut third = stage.child("worker");
     assert_eq!(third.reply(), "version 2 byte 2");
     assert_eq!(stage.publish(3).version(), 3);
@@ -101,14 +104,20 @@ fn versions_of_one_memory_are_whole_for_all_others_whoever_of_trainer_keeper_and
     keeper.kill();
     let mut keeper = stage.child("keeper");
     assert_eq!(keeper.reply(), "candidate Some(3) unanswered 0");
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 3);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        3
+    );
     assert_eq!(trainer.ask("again"), "version 4");
     assert_eq!(reader.ask("newer"), "version 4 byte 1");
     trainer.kill();
     keeper.kill();
     let mut keeper = stage.child("keeper");
     assert_eq!(keeper.reply(), "candidate Some(4) unanswered 0");
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 4);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        4
+    );
     let mut late = stage.child("worker");
     assert_eq!(late.reply(), "version 4 byte 1");
     // Another trainer's memory is none of the first one's.
@@ -147,7 +156,7 @@ fn a_process_without_room_for_all_pieces_of_a_version_says_how_many_there_are_an
         "{told}"
     );
     assert!(told.contains("ulimit -n"), "{told}");
-    let opened = stage.opener().open(WAIT).unwrap();
+    let opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(opened.version(), version.version());
     let copied = stage.publish(9).version();
     assert_eq!(worker.ask("open"), format!("version {copied}"));
@@ -281,11 +290,15 @@ fn a_stopped_keeper_costs_readers_and_publishers_no_more_than_the_time_that_they
     let mut keeper = stage.child("keeper");
     keeper.reply();
     drop(stage.publish(1));
-    let waiting = stage.opener().open(WAIT).unwrap();
+    let waiting = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     std::thread::scope(|scope| {
         keeper.process.stop().unwrap();
         let newer = scope.spawn(|| waiting.newer(WAIT).unwrap().version());
-        let reader = scope.spawn(|| stage.opener().open(WAIT).unwrap().version());
+        let reader = scope.spawn(|| {
+            SharedWeights::open("w", stage.options(), WAIT)
+                .unwrap()
+                .version()
+        });
         let publisher = scope.spawn(|| stage.publish(2).version());
         let mut follower = waiting.clone().follow();
         let update = scope.spawn(move || {
@@ -294,7 +307,7 @@ fn a_stopped_keeper_costs_readers_and_publishers_no_more_than_the_time_that_they
         });
         // Each of these ends after the longest wait for one message: two are more than one.
         for _ in 0..2 {
-            let silent = stage.opener().open(Duration::ZERO).unwrap_err();
+            let silent = SharedWeights::open("w", stage.options(), Duration::ZERO).unwrap_err();
             assert!(
                 matches!(silent, Error::Handshake { .. } | Error::Timeout { .. }),
                 "{silent}"
@@ -374,7 +387,10 @@ fn weights_cross_and_are_taken_over_between_processes_without_a_common_pid_or_ip
     assert_eq!(worker.ask("again"), "version 2 byte 2");
     let mut next = stage.isolated("keeper");
     assert_eq!(next.reply(), "candidate Some(2) unanswered 0");
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 2);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        2
+    );
     let mut later = stage.isolated("worker");
     assert_eq!(later.reply(), "version 2 byte 2");
 }
@@ -424,12 +440,11 @@ impl Stage {
     }
 
     fn keeper(&self) -> Keeper {
-        Keeper::builder("w").domain(&self.domain).build().unwrap()
+        Keeper::new("w", KeeperOptions::at(&self.domain)).unwrap()
     }
 
-    fn opener(&self) -> warpipe::Opener<SharedWeights> {
-        let opener = SharedWeights::opener("w").domain(&self.domain);
-        opener.device(&Device::host())
+    fn options(&self) -> OpenOptions {
+        OpenOptions::at(&self.domain, &Device::host())
     }
 
     /// Publishes a version with tensors of this byte, and keeps nothing else of it.

@@ -8,7 +8,10 @@ use std::thread;
 use std::time::Duration;
 
 use warpipe::backend::{Backend, StreamOp};
-use warpipe::{Device, Domain, Error, Memory, Publisher, Stream, Subscriber};
+use warpipe::{
+    Device, Domain, Error, Memory, Publisher, PublisherOptions, Stream, Subscriber,
+    SubscriberOptions,
+};
 
 use super::cases::{MIB, driver_library, gpu, words};
 
@@ -99,16 +102,8 @@ fn occupy(device: &Device) {
 fn open_endpoints(device: &Device) {
     let folder = std::env::temp_dir().join(format!("warpipe-exit-{}", std::process::id()));
     let domain = Domain::at(&folder).unwrap();
-    let publisher = Publisher::builder("exit")
-        .domain(&domain)
-        .device(device)
-        .build()
-        .unwrap();
-    let mut subscriber = Subscriber::builder("exit")
-        .domain(&domain)
-        .device(device)
-        .build()
-        .unwrap();
+    let publisher = Publisher::new("exit", PublisherOptions::at(&domain, device)).unwrap();
+    let mut subscriber = Subscriber::new("exit", SubscriberOptions::at(&domain, device)).unwrap();
     // The process needs the folder no longer, and the test leaves no folder behind.
     std::fs::remove_dir_all(folder).unwrap();
     let stream = device.stream().unwrap();

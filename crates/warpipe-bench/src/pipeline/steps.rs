@@ -8,7 +8,9 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use warpipe::backend::StreamOp;
-use warpipe::{DType, DeviceId, Layout, Publisher, Stream, Subscriber};
+use warpipe::{
+    DType, DeviceId, Layout, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions,
+};
 use warpipe_bench::raw::{Memory, Words, enqueue};
 use warpipe_testkit::figure::{Figure, median};
 
@@ -113,11 +115,13 @@ pub fn run(setup: &Setup, name: &str, place: BenchDomain) -> anyhow::Result<Vec<
     let publishers = NAMES
         .iter()
         .map(|name| {
-            let publisher = Publisher::builder(name)
-                .domain(&setup.domain)
-                .device(&setup.device)
-                .depth(IN_FLIGHT);
-            publisher.build()
+            Publisher::new(
+                name,
+                PublisherOptions {
+                    depth: IN_FLIGHT,
+                    ..PublisherOptions::at(&setup.domain, &setup.device)
+                },
+            )
         })
         .collect::<warpipe::Result<Vec<_>>>()?;
     let shared = Shared {
@@ -243,10 +247,14 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let words = Words::open(&device, control.receive_fd()?, LINES)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let memory = Memory::import(&device, control.receive_fd()?, bytes, owner)?;
-    let subscriber = |name| Subscriber::builder(name).domain(&domain).device(&device);
+    let options = SubscriberOptions::at(&domain, &device);
+    let spinning = SubscriberOptions {
+        spin: PATIENCE,
+        ..options.clone()
+    };
     let subscribers = vec![
-        subscriber(NAMES[0]).build()?,
-        subscriber(NAMES[1]).spin(PATIENCE).build()?,
+        Subscriber::new(NAMES[0], options)?,
+        Subscriber::new(NAMES[1], spinning)?,
     ];
     let mut consumer = Consumer {
         shared: Shared {

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use warpipe::{Policy, Publisher};
+use warpipe::{Policy, Publisher, PublisherOptions};
 
 use super::Control;
 use crate::error::{Error, Result};
@@ -85,14 +85,16 @@ impl Control {
     fn publish_status(&mut self, status: &Status) -> Result<()> {
         if self.status.is_none() {
             let host = warpipe::Device::host();
-            let publisher = Publisher::builder(&format!("{STATUS_PREFIX}{}", std::process::id()))
-                .domain(&self.options.domain)
-                .device(&host)
-                .policy(Policy::DropOldest)
-                .depth(2)
-                .history(1)
-                .memory_limit(64 << 20)
-                .build()?;
+            let publisher = Publisher::new(
+                &format!("{STATUS_PREFIX}{}", std::process::id()),
+                PublisherOptions {
+                    policy: Policy::DropOldest,
+                    depth: 2,
+                    history: 1,
+                    memory_limit: 64 << 20,
+                    ..PublisherOptions::at(&self.options.domain, &host)
+                },
+            )?;
             self.status = Some((publisher, host.stream()?));
         }
         let text =

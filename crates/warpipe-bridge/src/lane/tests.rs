@@ -3,7 +3,10 @@ use std::time::Instant;
 
 use warpipe::backend::testing::{Failing, Wrapped};
 use warpipe::backend::{HostCopy, HostPiece};
-use warpipe::{Device, Domain, Layout, Publisher, SlotReturn, Stream, Subscriber};
+use warpipe::{
+    Device, Domain, Layout, Publisher, PublisherOptions, SlotReturn, Stream, Subscriber,
+    SubscriberOptions,
+};
 
 use super::outgoing::Copying;
 use super::*;
@@ -62,10 +65,9 @@ fn a_sample_with_a_copy_that_failed_or_was_given_up_is_released_behind_that_copy
     let (_session, outbox) = session::alone(&options);
     let failing = Wrapped::new(Device::host().backend().clone(), Failing::default());
     let device = Device::from_backend(failing.clone());
-    let publisher = Publisher::builder("a").domain(&options.domain);
-    let publisher = publisher.device(&device).build().unwrap();
-    let subscriber = Subscriber::builder("a").domain(&options.domain);
-    let mut subscriber = subscriber.device(&device).build().unwrap();
+    let publisher = Publisher::new("a", PublisherOptions::at(&options.domain, &device)).unwrap();
+    let mut subscriber =
+        Subscriber::new("a", SubscriberOptions::at(&options.domain, &device)).unwrap();
     let sender = LaneSender::new([1; 16], [2; 16], outbox);
     sender.ready(0, WINDOW_MAX);
     let layout = Layout::bytes_only(8).unwrap();

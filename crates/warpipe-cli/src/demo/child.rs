@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde_json::{Value, json};
-use warpipe::{Device, Domain, Publisher, Subscriber};
+use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 
 use super::Plant;
 use crate::device_arg::DeviceArg;
@@ -54,14 +54,8 @@ impl Child {
         let domain = Domain::from_environment()?;
         // The first link of a process makes what stays until the process ends.
         let name = format!("demo/before-{}", std::process::id());
-        let publisher = Publisher::builder(&name)
-            .domain(&domain)
-            .device(&device)
-            .build()?;
-        let subscriber = Subscriber::builder(&name)
-            .domain(&domain)
-            .device(&device)
-            .build()?;
+        let publisher = Publisher::new(&name, PublisherOptions::at(&domain, &device))?;
+        let subscriber = Subscriber::new(&name, SubscriberOptions::at(&domain, &device))?;
         drop((subscriber, publisher));
         let (sender, orders) = channel();
         std::thread::spawn(move || {

@@ -7,7 +7,10 @@
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use warpipe::{DeviceKind, DevicePtr, Layout, Publisher, Stream, Subscriber};
+use warpipe::{
+    DeviceKind, DevicePtr, Layout, Publisher, PublisherOptions, Stream, Subscriber,
+    SubscriberOptions,
+};
 
 use super::PATIENCE;
 use super::child::{Child, tell};
@@ -75,17 +78,15 @@ impl End {
     /// Opens this end, while the other process opens the other.
     fn open(child: &Child, out: &str, back: &str) -> anyhow::Result<End> {
         let Child { domain, device, .. } = child;
-        let publisher = Publisher::builder(out)
-            .domain(domain)
-            .device(device)
-            .build()?;
-        let subscriber = Subscriber::builder(back).domain(domain).device(device);
+        let publisher = Publisher::new(out, PublisherOptions::at(domain, device))?;
         // A hand-over's cost is measured, not that of a wake-up, where there is a core to poll on.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let polls = device.info().id.kind == DeviceKind::Cuda && cores >= CORES_TO_POLL;
-        let subscriber = subscriber
-            .spin(if polls { POLL } else { Duration::ZERO })
-            .wait_for_publisher(PATIENCE)?;
+        let options = SubscriberOptions {
+            spin: if polls { POLL } else { Duration::ZERO },
+            ..SubscriberOptions::at(domain, device)
+        };
+        let subscriber = Subscriber::wait_for(back, options, PATIENCE)?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         Ok(End {
             stream: device.stream()?,

@@ -7,7 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde_json::json;
-use warpipe::{Error, Layout, PeerState, Policy, Publisher, SampleMut, SlotReturn, Stream, clock};
+use warpipe::{
+    Error, Layout, PeerState, Policy, Publisher, PublisherOptions, SampleMut, SlotReturn, Stream,
+    clock,
+};
 
 use super::child::{Child, ChildArgs, tell};
 use super::{DEPTH, ENDPOINT, PATIENCE, Plant, WORK, latency};
@@ -21,14 +24,14 @@ const ASK_EVERY: Duration = Duration::from_micros(50);
 /// In the child.
 pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     let child = Child::begin(args)?;
-    let publisher = Publisher::builder(ENDPOINT)
-        .domain(&child.domain)
-        .device(&child.device)
-        .depth(DEPTH)
-        .memory_limit(args.item_bytes * SLOTS)
-        .loan_timeout(PATIENCE)
-        .policy(Policy::Block { timeout: PATIENCE })
-        .build()?;
+    let options = PublisherOptions {
+        depth: DEPTH,
+        memory_limit: args.item_bytes * SLOTS,
+        loan_timeout: PATIENCE,
+        policy: Policy::Block { timeout: PATIENCE },
+        ..PublisherOptions::at(&child.domain, &child.device)
+    };
+    let publisher = Publisher::new(ENDPOINT, options)?;
     publisher.wait_for_subscribers(args.subscribers, PATIENCE)?;
     tell(json!({ "event": "ready" }))?;
     let mut publishing = Publishing {

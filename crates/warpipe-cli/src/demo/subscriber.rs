@@ -11,7 +11,9 @@ use anyhow::{Context, ensure};
 use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
 use warpipe::backend::StreamOp;
-use warpipe::{Device, Error, OptionalExtension, Receipt, Sample, Stream, Subscriber, clock};
+use warpipe::{
+    Device, Error, OptionalExtension, Receipt, Sample, Stream, Subscriber, SubscriberOptions, clock,
+};
 
 use super::child::{Child, ChildArgs, tell};
 use super::{DEPTH, ENDPOINT, HELD, PATIENCE, WORK, latency};
@@ -31,11 +33,11 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     let child = Child::begin(args)?;
     // Never unregistered: after a fault, checks may still be running at the end.
     let page: &'static RegisteredPage = Box::leak(Box::new(RegisteredPage::new(&child.device)?));
-    let subscriber = Subscriber::builder(ENDPOINT)
-        .domain(&child.domain)
-        .device(&child.device)
-        .reconnect(true)
-        .wait_for_publisher(PATIENCE)?;
+    let options = SubscriberOptions {
+        reconnect: true,
+        ..SubscriberOptions::at(&child.domain, &child.device)
+    };
+    let subscriber = Subscriber::wait_for(ENDPOINT, options, PATIENCE)?;
     let (checks, queue) = sync_channel(CHECKS_MAX);
     let device = child.device.clone();
     let checker = std::thread::spawn(move || check_all(&queue, &device, page));

@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use warpipe::{Device, Domain, Error, Layout, Publisher, Subscriber};
+use warpipe::{
+    Device, Domain, Error, Layout, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+};
 
 use super::report::Check;
 use crate::output;
@@ -27,17 +29,13 @@ pub fn channel(device: &Device, domain: Option<&Domain>) -> Check {
 
 fn round(device: &Device, domain: &Domain) -> anyhow::Result<String> {
     let endpoint = format!("doctor/{}", std::process::id());
-    let publisher = Publisher::builder(&endpoint)
-        .domain(domain)
-        .device(device)
-        .timestamps(true)
-        .build()
-        .context("binding")?;
-    let mut subscriber = Subscriber::builder(&endpoint)
-        .domain(domain)
-        .device(device)
-        .build()
-        .context("connecting")?;
+    let options = PublisherOptions {
+        timestamps: true,
+        ..PublisherOptions::at(domain, device)
+    };
+    let publisher = Publisher::new(&endpoint, options).context("binding")?;
+    let mut subscriber =
+        Subscriber::new(&endpoint, SubscriberOptions::at(domain, device)).context("connecting")?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let (here, there) = (device.stream()?, device.stream()?);
     let sample = publisher.loan(&Layout::bytes_only(BYTES)?)?;

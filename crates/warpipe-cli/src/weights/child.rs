@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 use warpipe::weights::{NamedWeights, SharedWeights, Source, Weights};
-use warpipe::{Domain, Error};
+use warpipe::{Domain, Error, OpenOptions};
 
 use crate::args::WeightsServeArgs;
 use crate::device_arg::DeviceArg;
@@ -192,8 +192,11 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
         return Ok(ChildLine::NotTaken(NotTaken { version, reason }));
     }
     let start = Instant::now();
-    let opener = SharedWeights::opener(&args.name).domain(&domain);
-    let (version, reason) = match opener.device(&device).verify(HASHES_TIMEOUT) {
+    let (version, reason) = match SharedWeights::verify(
+        &args.name,
+        OpenOptions::at(&domain, &device),
+        HASHES_TIMEOUT,
+    ) {
         Ok(version) => {
             return Ok(ChildLine::Offered(OfferedVersion {
                 version,

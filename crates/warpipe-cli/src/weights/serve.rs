@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
-use warpipe::weights::{Keeper, NamedWeights};
+use warpipe::weights::{Keeper, KeeperOptions, NamedWeights};
 use warpipe::{Domain, Error};
 
 use super::child::{self, ChildLine, NotTaken, OfferedVersion, Refusal, Task};
@@ -28,12 +28,12 @@ use crate::process::ending;
 pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install()?;
     let domain = super::domain(&args.domain)?;
-    let keeper = Keeper::builder(&args.name)
-        .domain(&domain)
-        .allow_uids(&args.allow_uids)
-        .allow_gids(&args.allow_gids)
-        .build()
-        .map_err(with_next_step_for_a_kept_name)?;
+    let options = KeeperOptions {
+        allow_uids: args.allow_uids.to_vec(),
+        allow_gids: args.allow_gids.to_vec(),
+        ..KeeperOptions::at(&domain)
+    };
+    let keeper = Keeper::new(&args.name, options).map_err(with_next_step_for_a_kept_name)?;
     let serve = Serve {
         args,
         announcer: Announcer::start(args.json)?,

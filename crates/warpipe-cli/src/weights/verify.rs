@@ -4,8 +4,8 @@ use std::time::Duration;
 use std::time::Instant;
 
 use serde_json::json;
-use warpipe::Error;
 use warpipe::weights::{NamedWeights, SharedWeights};
+use warpipe::{Error, OpenOptions};
 
 use super::{counted, names};
 use crate::args::WeightsVerifyArgs;
@@ -16,14 +16,18 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let domain = super::domain_of(&args.domain, &args.name)?;
     let found = NamedWeights::find(&domain, &args.name)?.and_then(|found| found.version);
-    let opener = SharedWeights::opener(&args.name).domain(&domain);
-    let opener = match &found {
-        Some(version) => opener.device(&args.device.open_for(version.device)?),
+    let device = match &found {
+        Some(version) => Some(args.device.open_for(version.device)?),
         // Without a keeper: the library says so.
-        None => opener,
+        None => None,
+    };
+    let options = OpenOptions {
+        domain: Some(domain),
+        device,
     };
     let start = Instant::now();
-    let (version, damaged, hashed) = match opener.verify(Duration::ZERO) {
+    let verified = SharedWeights::verify(&args.name, options, Duration::ZERO);
+    let (version, damaged, hashed) = match verified {
         Ok(version) => (version, Vec::new(), true),
         Err(Error::WeightsUnverified {
             version, tensors, ..

@@ -1,6 +1,9 @@
 //! Samples that go in one part, and in several, on the device that `WARPIPE_TEST_DEVICE` names.
 
-use warpipe::{DType, Device, Layout, Policy, Publisher, SampleMut, Stream, Subscriber};
+use warpipe::{
+    DType, Device, Layout, Policy, Publisher, PublisherOptions, SampleMut, Stream, Subscriber,
+    SubscriberOptions,
+};
 
 use super::support::{Running, device};
 use super::{LONG, Pair};
@@ -81,19 +84,15 @@ fn samples_of_many_layouts_that_go_together_arrive_each_with_its_own() {
     const COUNT: u64 = 600;
     let (pair, device) = (Pair::new(), open());
     let (near, far) = pair.domains();
-    let publisher = Publisher::builder("camera/front")
-        .domain(&near)
-        .device(&device)
-        .depth(128)
-        .policy(Policy::Block { timeout: LONG })
-        .build()
-        .unwrap();
+    let options = PublisherOptions {
+        depth: 128,
+        policy: Policy::Block { timeout: LONG },
+        ..PublisherOptions::at(&near, &device)
+    };
+    let publisher = Publisher::new("camera/front", options).unwrap();
     let _bridges = pair.bridges_on(&super::support::device());
-    let mut subscriber = Subscriber::builder("camera/front")
-        .domain(&far)
-        .device(&device)
-        .wait_for_publisher(LONG)
-        .unwrap();
+    let mut subscriber =
+        Subscriber::wait_for("camera/front", SubscriberOptions::at(&far, &device), LONG).unwrap();
     let layouts = layouts();
     let (sent, on) = (layouts.clone(), device.clone());
     let sender = std::thread::spawn(move || {

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use warpipe::{DType, Device, Domain, Error, Layout, Queue, Worker};
+use warpipe::{DType, Device, Domain, Error, Layout, Queue, QueueOptions, Worker, WorkerOptions};
 
 use super::support::{PATIENCE, Running};
 use super::{LONG, Pair, kills};
@@ -14,17 +14,21 @@ use super::{LONG, Pair, kills};
 const SLICE: Duration = Duration::from_millis(50);
 
 fn queue(domain: &Domain) -> Queue {
-    let builder = Queue::builder("jobs").domain(domain).limit(4096);
     // A killed bridge is a dead worker: an attempt.
-    let builder = builder.device(&Device::host()).max_attempts(1000);
-    builder.build().unwrap()
+    Queue::new(
+        "jobs",
+        QueueOptions {
+            limit: 4096,
+            max_attempts: 1000,
+            ..QueueOptions::at(domain, &Device::host())
+        },
+    )
+    .unwrap()
 }
 
 /// A worker of the queue, once it is there.
 fn worker(domain: &Domain) -> Worker {
-    let builder = Worker::builder("jobs").domain(domain);
-    let builder = builder.device(&Device::host());
-    builder.wait_for_queue(LONG).unwrap()
+    Worker::wait_for("jobs", WorkerOptions::at(domain, &Device::host()), LONG).unwrap()
 }
 
 /// Starts the bridge that gives jobs of `near` away, or the one that takes them in `far`.
@@ -96,8 +100,7 @@ impl Doing {
             let device = Device::host();
             let stream = device.stream().unwrap();
             while !stop.load(Ordering::Relaxed) {
-                let builder = Worker::builder(name).domain(&domain).device(&device);
-                let Ok(mut worker) = builder.build() else {
+                let Ok(mut worker) = Worker::new(name, WorkerOptions::at(&domain, &device)) else {
                     // The queue is not there, or its bridge was killed.
                     std::thread::park_timeout(SLICE);
                     continue;
@@ -253,8 +256,11 @@ fn a_job_of_a_machine_that_can_be_reached_does_not_go_back_when_workers_there_le
     let pair = Pair::new();
     let (near, far) = pair.domains();
     // A carrier of the bridge gets no second job while it has one.
-    let builder = Queue::builder("jobs").domain(&near).prefetch(1);
-    let queue = builder.device(&Device::host()).build().unwrap();
+    let options = QueueOptions {
+        prefetch: 1,
+        ..QueueOptions::at(&near, &Device::host())
+    };
+    let queue = Queue::new("jobs", options).unwrap();
     let stream = Device::host().stream().unwrap();
     let _bridges = [true, false].map(|which| start_with(&pair, which, "jobs", "600"));
     let lease = || {
@@ -282,8 +288,11 @@ fn a_pattern_that_matches_many_names_of_publishers_still_finds_the_queue() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
     let publisher = |number: u32| {
-        let builder = warpipe::Publisher::builder(&format!("camera/{number}")).domain(&near);
-        builder.device(&Device::host()).build().unwrap()
+        warpipe::Publisher::new(
+            &format!("camera/{number}"),
+            warpipe::PublisherOptions::at(&near, &Device::host()),
+        )
+        .unwrap()
     };
     let _publishers: Vec<_> = (0..20).map(publisher).collect();
     let (queue, stream) = (queue(&near), Device::host().stream().unwrap());
@@ -297,8 +306,14 @@ fn a_pattern_that_matches_many_names_of_publishers_still_finds_the_queue() {
 fn a_job_or_a_result_that_one_end_does_not_take_fails_with_the_reason_and_others_are_done() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
-    let builder = Queue::builder("jobs").domain(&near).max_attempts(1);
-    let queue = builder.device(&Device::host()).build().unwrap();
+    let queue = Queue::new(
+        "jobs",
+        QueueOptions {
+            max_attempts: 1,
+            ..QueueOptions::at(&near, &Device::host())
+        },
+    )
+    .unwrap();
     let stream = Device::host().stream().unwrap();
     let _exporter = start_limited_exporter(&pair, "--tensor-max", "1");
     let _importer = start(&pair, false);
@@ -325,8 +340,11 @@ fn results_that_their_owner_does_not_take_hold_up_no_result_of_another_job() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
     // Results come in the order of the jobs: the owner waits for the first.
-    let builder = Queue::builder("jobs").domain(&near).limit(4096);
-    let queue = builder.device(&Device::host()).build().unwrap();
+    let options = QueueOptions {
+        limit: 4096,
+        ..QueueOptions::at(&near, &Device::host())
+    };
+    let queue = Queue::new("jobs", options).unwrap();
     let stream = Device::host().stream().unwrap();
     let _exporter = start_limited_exporter(&pair, "--memory", "4");
     let _importer = start(&pair, false);

@@ -5,7 +5,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Access, AllocationClient, AllocationServer, Error, Stream};
+use warpipe::{
+    Access, AllocationClient, AllocationServer, AllocationServerOptions, Error, OpenOptions, Stream,
+};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -55,17 +57,18 @@ pub(super) const CASES: &[Case] = &[
 const NAME: &str = "tensors";
 
 fn server(context: &Context) -> Result<AllocationServer> {
-    Ok(AllocationServer::builder(NAME)
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?)
+    Ok(AllocationServer::new(
+        NAME,
+        AllocationServerOptions::at(&context.domain, &context.device),
+    )?)
 }
 
 fn client(context: &Context) -> Result<AllocationClient> {
-    Ok(AllocationClient::opener(NAME)
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?)
+    Ok(AllocationClient::open(
+        NAME,
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?)
 }
 
 /// Memory of both kinds; the receiver of each says when it is freed.

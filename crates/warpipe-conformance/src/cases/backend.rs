@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Counting, Delaying, Wrapped};
-use warpipe::{Device, Publisher, Subscriber};
+use warpipe::{Device, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 
 use super::Case;
 use crate::PATIENCE;
@@ -72,7 +72,7 @@ fn words_both_ways(context: &Context) -> Result<()> {
 fn both_ways(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.ask(&Order::Guard)?;
-    let publisher = context.publisher("there").build()?;
+    let publisher = context.publisher("there")?;
     peer.subscribe("there")?;
     let stream = context.stream()?;
     for seed in 1..=10 {
@@ -89,7 +89,7 @@ fn both_ways(context: &Context) -> Result<()> {
     );
 
     peer.publish(PublisherPlan::of("back"))?;
-    let mut subscriber = context.subscriber("back").build()?;
+    let mut subscriber = context.subscriber("back")?;
     peer.ask(&Order::Send(Batch::of(10, WORDS, 100)))?;
     let mut error_counters = context.error_counters()?;
     for sequence in 1..=10 {
@@ -112,7 +112,7 @@ fn both_ways(context: &Context) -> Result<()> {
 fn late_data_is_waited_for(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("late"))?;
-    let mut subscriber = context.subscriber("late").build()?;
+    let mut subscriber = context.subscriber("late")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::Send(
@@ -134,8 +134,18 @@ fn pair(
     publishing: &Device,
     receiving: &Device,
 ) -> Result<(Publisher, Subscriber)> {
-    let publisher = context.publisher("pair").device(publishing).build()?;
-    let subscriber = context.subscriber("pair").device(receiving).build()?;
+    let options = PublisherOptions {
+        device: Some(publishing.clone()),
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("pair", options)?;
+    let subscriber = Subscriber::new(
+        "pair",
+        SubscriberOptions {
+            device: Some(receiving.clone()),
+            ..SubscriberOptions::at(&context.domain, &context.device)
+        },
+    )?;
     Ok((publisher, subscriber))
 }
 
@@ -185,9 +195,9 @@ fn late_signals_are_waited_for(context: &Context) -> Result<()> {
 }
 
 fn importers_cannot_write(context: &Context) -> Result<()> {
-    let publisher = context.publisher("read-only").build()?;
+    let publisher = context.publisher("read-only")?;
     let stream = context.stream()?;
-    let mut reader = context.subscriber("read-only").build()?;
+    let mut reader = context.subscriber("read-only")?;
     let mut vandal = context.peer()?;
     vandal.subscribe("read-only")?;
     Payload::of(WORDS, 5).send(&publisher, &stream)?;

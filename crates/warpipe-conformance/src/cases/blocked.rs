@@ -9,7 +9,10 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use warpipe::{Memory, PeerState, PoolClient, Semaphore, Timeline};
+use warpipe::{
+    Memory, OpenOptions, PeerState, PoolClient, Semaphore, SemaphoreOptions, Subscriber,
+    SubscriberOptions, Timeline, Worker, WorkerOptions,
+};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -49,31 +52,37 @@ const ENDPOINTS: &[(&str, Attach)] = &[
         attach_to_channel(context, "warm/channel", patience)
     }),
     ("queue", |context, patience| {
-        context
-            .worker("warm/queue")
-            .handshake_timeout(patience)
-            .build()?;
+        Worker::new(
+            "warm/queue",
+            WorkerOptions {
+                handshake_timeout: patience,
+                ..context.worker_options()
+            },
+        )?;
         Ok(())
     }),
     ("pool", |context, patience| {
-        PoolClient::opener("warm/pool")
-            .domain(&context.domain)
-            .device(&context.device)
-            .open(patience)?;
+        PoolClient::open(
+            "warm/pool",
+            OpenOptions::at(&context.domain, &context.device),
+            patience,
+        )?;
         Ok(())
     }),
     ("timeline", |context, patience| {
-        Timeline::opener("warm/timeline")
-            .domain(&context.domain)
-            .device(&context.device)
-            .open(patience)?;
+        Timeline::open(
+            "warm/timeline",
+            OpenOptions::at(&context.domain, &context.device),
+            patience,
+        )?;
         Ok(())
     }),
     ("semaphore", |context, patience| {
-        Semaphore::opener("warm/semaphore")
-            .domain(&context.domain)
-            .device(&context.device)
-            .open(patience)?;
+        Semaphore::open(
+            "warm/semaphore",
+            OpenOptions::at(&context.domain, &context.device),
+            patience,
+        )?;
         Ok(())
     }),
 ];
@@ -81,10 +90,13 @@ const ENDPOINTS: &[(&str, Attach)] = &[
 type Attach = fn(&Context, Duration) -> Result<()>;
 
 fn attach_to_channel(context: &Context, name: &str, patience: Duration) -> Result<()> {
-    context
-        .subscriber(name)
-        .handshake_timeout(patience)
-        .build()?;
+    Subscriber::new(
+        name,
+        SubscriberOptions {
+            handshake_timeout: patience,
+            ..SubscriberOptions::at(&context.domain, &context.device)
+        },
+    )?;
     Ok(())
 }
 
@@ -263,11 +275,11 @@ fn upstream(context: &Context, name: &str) -> Result<(Peer, String)> {
 fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Result<()> {
     let context = &context.apart(&format!("cell{cell}"))?;
     let (up, down, idle) = ("up", "down", "idle");
-    let _turns = Semaphore::builder(&format!("{up}/semaphore"))
-        .permits(1)
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(&context.domain, &context.device)
+    };
+    let _turns = Semaphore::new(&format!("{up}/semaphore"), options)?;
     let (mut upstream, event) = upstream(context, up)?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Guard)?;
@@ -275,7 +287,7 @@ fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Res
         down.into(),
         idle.into(),
     ])))?;
-    let witness = context.subscriber(down).build()?;
+    let witness = context.subscriber(down)?;
     peer.send(&Order::Hung(HungOrder::Wait {
         name: up.into(),
         event,

@@ -14,8 +14,8 @@ use warpipe::backend::StreamOp;
 use warpipe::backend::host::HostBackend;
 use warpipe::backend::testing::{Hook, Wrapped};
 use warpipe::{
-    DType, Device, Error, Layout, PeerState, Policy, Publisher, RawStream, Sample, Stream,
-    Subscriber,
+    DType, Device, Error, Layout, PeerState, Policy, Publisher, PublisherOptions, RawStream,
+    Sample, Stream, Subscriber, SubscriberOptions,
 };
 use warpipe_testkit::eventually;
 
@@ -73,19 +73,39 @@ impl HeldUp {
         };
         let mut upstream = context.peer()?;
         upstream.publish(PublisherPlan::of("upstream"))?;
-        let mut subscriber = context.subscriber("upstream").device(&device).build()?;
+        let options = SubscriberOptions {
+            device: Some(device.clone()),
+            ..SubscriberOptions::at(&context.domain, &context.device)
+        };
+        let mut subscriber = Subscriber::new("upstream", options)?;
         let stream = device.stream()?;
-        let other = context.publisher("aside").device(&device).build()?;
-        let mut aside = context.subscriber("aside").device(&device).build()?;
+        let other = Publisher::new(
+            "aside",
+            PublisherOptions {
+                device: Some(device.clone()),
+                ..PublisherOptions::at(&context.domain, &context.device)
+            },
+        )?;
+        let mut aside = Subscriber::new(
+            "aside",
+            SubscriberOptions {
+                device: Some(device.clone()),
+                ..SubscriberOptions::at(&context.domain, &context.device)
+            },
+        )?;
         other.send_bytes(&stream, b"before")?;
         aside.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
         upstream.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
         let waiting = subscriber.receive(&stream, PATIENCE)?;
-        let builder = context
-            .publisher("downstream")
-            .device(&device)
-            .policy(Policy::DropNewest);
-        let publisher = Arc::new(builder.depth(4).build()?);
+        let publisher = Arc::new(Publisher::new(
+            "downstream",
+            PublisherOptions {
+                device: Some(device.clone()),
+                policy: Policy::DropNewest,
+                depth: 4,
+                ..PublisherOptions::at(&context.domain, &context.device)
+            },
+        )?);
         let sent = Arc::new(AtomicU64::new(0));
         let sender = std::thread::spawn({
             let (publisher, stream, sent) = (publisher.clone(), stream.clone(), sent.clone());
@@ -184,7 +204,7 @@ fn subscribers(context: &Context) -> Result<()> {
     // Newcomers first: when a link has ended, the driver unregisters its segment only behind every
     // stream of the context, and registers nothing meanwhile.
     late.subscribe("downstream")?;
-    let other = context.publisher("other").build()?;
+    let other = context.publisher("other")?;
     late.subscribe("other")?;
     drop(held.aside.take());
     mortal.kill()?;
@@ -249,11 +269,12 @@ impl Hook for HeldSignals {
 fn joiner(context: &Context) -> Result<()> {
     let backend = Wrapped::new(context.device.backend().clone(), HeldSignals::default());
     let (hook, device) = (backend.hook(), Device::from_backend(backend.clone()));
-    let publisher = context
-        .publisher("joined")
-        .device(&device)
-        .history(2)
-        .build()?;
+    let options = PublisherOptions {
+        device: Some(device.clone()),
+        history: 2,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("joined", options)?;
     let (sending, receiving) = (device.stream()?, context.stream()?);
     let (gate, opened) = std::sync::mpsc::channel::<()>();
     // The sample is not complete when the joiner gets it: a stream has to wait for it.
@@ -266,7 +287,7 @@ fn joiner(context: &Context) -> Result<()> {
                 eventually(PATIENCE, is_held_up),
                 "the send comes to the driver"
             );
-            let mut late = context.subscriber("joined").build()?;
+            let mut late = context.subscriber("joined")?;
             ensure!(
                 late.receive(&receiving, Duration::ZERO)
                     .optional()?

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
-use warpipe::{DType, Layout};
+use warpipe::{DType, Layout, Publisher, PublisherOptions};
 
 use super::Case;
 use crate::PATIENCE;
@@ -26,7 +26,11 @@ fn calls_of_a_send(context: &Context) -> Result<()> {
     let layout = Layout::contiguous(DType::U64, &[1])?;
     let mut peer = context.peer()?;
     for name in ["alone", "followed"] {
-        let publisher = context.publisher(name).depth(2 * ROUNDS).build()?;
+        let options = PublisherOptions {
+            depth: 2 * ROUNDS,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        };
+        let publisher = Publisher::new(name, options)?;
         if name == "followed" {
             peer.subscribe(name)?;
             publisher.wait_for_subscribers(1, PATIENCE)?;

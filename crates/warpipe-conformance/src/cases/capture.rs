@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    Access, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream, Timeline,
+    Access, Error, Event, EventOptions, Layout, LentBuffer, Memory, Pool, PoolOptions, Semaphore,
+    SemaphoreOptions, Stream, Timeline, TimelineOptions,
 };
 use warpipe_testkit::eventually;
 
@@ -81,8 +82,8 @@ fn while_capturing(
 fn bystanders(context: &Context) -> Result<()> {
     while_capturing(context, &mut ErrorCounters::new(&context.device)?, || {
         let held = context.device.backend().bytes_held();
-        let publisher = context.publisher("bystander").build()?;
-        let mut subscriber = context.subscriber("bystander").build()?;
+        let publisher = context.publisher("bystander")?;
+        let mut subscriber = context.subscriber("bystander")?;
         let stream = context.stream()?;
         for seed in 1..=20 {
             Payload::of(WORDS, seed).send(&publisher, &stream)?;
@@ -169,30 +170,26 @@ fn refused<T: Debug>(what: &str, outcome: Result<T, impl Into<Error>>) -> Result
 fn refusals(context: &Context) -> Result<()> {
     let (graphs, device, domain) = (Graphs::of(context)?, &context.device, &context.domain);
     let (stream, free) = (context.stream()?, context.stream()?);
-    let publisher = context.publisher("frames").build()?;
-    let mut subscriber = context.subscriber("frames").build()?;
+    let publisher = context.publisher("frames")?;
+    let mut subscriber = context.subscriber("frames")?;
     publisher.send_bytes(&free, b"early")?;
     let mut loan = publisher.loan(&Layout::bytes_only(4)?)?;
     loan.write(&free, b"late")?;
     free.synchronize(PATIENCE)?;
     let (timeline, event) = (
-        Timeline::builder("steps")
-            .domain(domain)
-            .device(device)
-            .build()?,
-        Event::builder().domain(domain).device(device).build()?,
+        Timeline::new("steps", TimelineOptions::at(domain, device))?,
+        Event::new(EventOptions::at(domain, device))?,
     );
     event.record(&free, PATIENCE)?;
-    let semaphore = Semaphore::builder("permits")
-        .permits(1)
-        .domain(domain)
-        .device(device)
-        .build()?;
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(domain, device)
+    };
+    let semaphore = Semaphore::new("permits", options)?;
     let (memory, pool) = (
         Memory::allocate(device, 8 * WORDS)?,
-        Pool::builder("pool").domain(domain).device(device),
+        Pool::new("pool", PoolOptions::at(domain, device))?,
     );
-    let pool = pool.build()?;
     let block = pool.allocate(4096, Duration::ZERO)?;
     let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device, Duration::ZERO)?;
 
@@ -292,9 +289,9 @@ fn refusals(context: &Context) -> Result<()> {
 fn jobs(context: &Context) -> Result<()> {
     let graphs = Graphs::of(context)?;
     let (stream, free) = (context.stream()?, context.stream()?);
-    let queue = context.queue("jobs").build()?;
-    let mut worker = context.worker("jobs").build()?;
-    let mut server = context.server("answers").build()?;
+    let queue = context.queue("jobs")?;
+    let mut worker = context.worker("jobs")?;
+    let mut server = context.server("answers")?;
     let first = queue.submit_bytes(b"first", &free)?;
     let (input, answer_handle) = worker.lease(&free, PATIENCE)?.split();
     let mut loan = queue.loan(&Layout::bytes_only(6)?)?;
@@ -339,17 +336,14 @@ fn jobs(context: &Context) -> Result<()> {
 
 fn drops(context: &Context) -> Result<()> {
     let (graphs, device, domain) = (Graphs::of(context)?, &context.device, &context.domain);
-    let publisher = context.publisher("frames").build()?;
-    let mut subscriber = context.subscriber("frames").build()?;
-    let semaphore = Semaphore::builder("permits")
-        .permits(1)
-        .domain(domain)
-        .device(device)
-        .build()?;
-    let pool = Pool::builder("pool")
-        .domain(domain)
-        .device(device)
-        .build()?;
+    let publisher = context.publisher("frames")?;
+    let mut subscriber = context.subscriber("frames")?;
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(domain, device)
+    };
+    let semaphore = Semaphore::new("permits", options)?;
+    let pool = Pool::new("pool", PoolOptions::at(domain, device))?;
     let block = pool.allocate(4096, Duration::ZERO)?;
     let (stream, go) = held_up(context)?;
     let loan = publisher.loan(&Layout::bytes_only(4)?)?;
@@ -433,8 +427,8 @@ fn default_stream(context: &Context) -> Result<()> {
     // SAFETY: the default stream is always there.
     let default = unsafe { Stream::borrow_raw(&context.device, std::ptr::null_mut()) };
     let blocking = graphs.blocking_stream(&context.device)?;
-    let publisher = context.publisher("frames").build()?;
-    let mut subscriber = context.subscriber("frames").build()?;
+    let publisher = context.publisher("frames")?;
+    let mut subscriber = context.subscriber("frames")?;
     graphs.begin(&blocking, Mode::Global)?;
     refused("send_bytes", publisher.send_bytes(&default, b"lost"))?;
     refused("receive", subscriber.receive(&default, PATIENCE))?;

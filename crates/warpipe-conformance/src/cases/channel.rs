@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::event::epoll;
 use warpipe::backend::testing::{Failing, Wrapped};
-use warpipe::{Device, Error, Publisher};
+use warpipe::{Device, Error, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, all_whole, skip};
@@ -79,7 +79,11 @@ pub(super) const CASES: &[Case] = &[
 const WORDS: u64 = 512;
 
 fn held_and_released_at_random(context: &Context) -> Result<()> {
-    let publisher = context.publisher("held").depth(8).build()?;
+    let options = PublisherOptions {
+        depth: 8,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("held", options)?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("held")?;
@@ -96,7 +100,13 @@ fn held_and_released_at_random(context: &Context) -> Result<()> {
 }
 
 fn held_long(context: &Context) -> Result<()> {
-    let publisher = context.publisher("long").depth(4).build()?;
+    let publisher = Publisher::new(
+        "long",
+        PublisherOptions {
+            depth: 4,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("long")?;
@@ -115,7 +125,13 @@ fn held_long(context: &Context) -> Result<()> {
 }
 
 fn history(context: &Context) -> Result<()> {
-    let publisher = context.publisher("history").history(3).build()?;
+    let publisher = Publisher::new(
+        "history",
+        PublisherOptions {
+            history: 3,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let stream = context.stream()?;
     for seed in 1..=5 {
         Payload::of(WORDS, seed).send(&publisher, &stream)?;
@@ -135,11 +151,14 @@ fn history(context: &Context) -> Result<()> {
 }
 
 fn skipped_numbers(context: &Context) -> Result<()> {
-    let publisher = context
-        .publisher("skips")
-        .forwards([7; 16])
-        .history(2)
-        .build()?;
+    let publisher = Publisher::new(
+        "skips",
+        PublisherOptions {
+            forwards: Some([7; 16]),
+            history: 2,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("skips")?;
@@ -151,7 +170,7 @@ fn skipped_numbers(context: &Context) -> Result<()> {
     all_whole(&items, [1, 5, 6, 9])?;
     let missing: Vec<_> = items.iter().map(|item| item.missing).collect();
     ensure!(missing == [0, 3, 0, 2], "missing: {missing:?}");
-    let mut late = context.subscriber("skips").build()?;
+    let mut late = context.subscriber("skips")?;
     let mut error_counters = context.error_counters()?;
     for (sequence, missing) in [(6, None), (9, Some(2))] {
         let sample = late.receive(&stream, PATIENCE)?;
@@ -168,8 +187,14 @@ fn skipped_numbers(context: &Context) -> Result<()> {
 fn next_forwarder(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let forwarder = || {
-        let builder = context.publisher("forwarded").forwards([7; 16]);
-        builder.history(4).build()
+        Publisher::new(
+            "forwarded",
+            PublisherOptions {
+                forwards: Some([7; 16]),
+                history: 4,
+                ..PublisherOptions::at(&context.domain, &context.device)
+            },
+        )
     };
     let send = |publisher: &Publisher, numbers: &[u64]| -> Result<()> {
         for &number in numbers {
@@ -180,7 +205,11 @@ fn next_forwarder(context: &Context) -> Result<()> {
     };
     let first = forwarder()?;
     let mut peer = context.peer()?;
-    let mut here = context.subscriber("forwarded").reconnect(true).build()?;
+    let options = SubscriberOptions {
+        reconnect: true,
+        ..SubscriberOptions::at(&context.domain, &context.device)
+    };
+    let mut here = Subscriber::new("forwarded", options)?;
     peer.subscribe("forwarded")?;
     send(&first, &[3, 4])?;
     all_whole(&peer.receive(2)?, [3, 4])?;
@@ -211,7 +240,13 @@ fn next_forwarder(context: &Context) -> Result<()> {
 }
 
 fn history_in_flight(context: &Context) -> Result<()> {
-    let publisher = context.publisher("history").history(2).build()?;
+    let publisher = Publisher::new(
+        "history",
+        PublisherOptions {
+            history: 2,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     for seed in 1..=3 {
@@ -225,7 +260,7 @@ fn history_in_flight(context: &Context) -> Result<()> {
 }
 
 fn sixty_four_subscribers(context: &Context) -> Result<()> {
-    let publisher = context.publisher("many").build()?;
+    let publisher = context.publisher("many")?;
     let stream = context.stream()?;
     let mut peers = (0..8).map(|_| context.peer()).collect::<Result<Vec<_>>>()?;
     for peer in &mut peers {
@@ -260,8 +295,14 @@ fn sixty_four_subscribers(context: &Context) -> Result<()> {
 }
 
 fn one_thread(context: &Context) -> Result<()> {
-    let publisher = context.publisher("alone").timestamps(true).build()?;
-    let mut subscriber = context.subscriber("alone").build()?;
+    let publisher = Publisher::new(
+        "alone",
+        PublisherOptions {
+            timestamps: true,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
+    let mut subscriber = context.subscriber("alone")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     for sequence in 1..=100 {
@@ -284,9 +325,9 @@ fn one_thread(context: &Context) -> Result<()> {
 
 fn several_threads(context: &Context) -> Result<()> {
     const EACH: u64 = 100;
-    let publisher = context.publisher("threads").build()?;
+    let publisher = context.publisher("threads")?;
     let subscribers = (0..3)
-        .map(|_| context.subscriber("threads").build())
+        .map(|_| context.subscriber("threads"))
         .collect::<warpipe::Result<Vec<_>>>()?;
     std::thread::scope(|scope| {
         let senders: Vec<_> = (0..2)
@@ -336,7 +377,7 @@ fn several_threads(context: &Context) -> Result<()> {
 fn iterator_ends(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("finite"))?;
-    let mut subscriber = context.subscriber("finite").build()?;
+    let mut subscriber = context.subscriber("finite")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(5, WORDS, 1)))?;
@@ -359,7 +400,7 @@ fn iterator_ends(context: &Context) -> Result<()> {
 fn pollable(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("polled"))?;
-    let mut subscriber = context.subscriber("polled").build()?;
+    let mut subscriber = context.subscriber("polled")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -421,7 +462,7 @@ fn pollable(context: &Context) -> Result<()> {
 fn receipts(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("receipts"))?;
-    let mut subscriber = context.subscriber("receipts").build()?;
+    let mut subscriber = context.subscriber("receipts")?;
     let stream = context.stream()?;
     peer.ask(&Order::Send(
         Batch::of(1, WORDS, 1).slow(Duration::from_millis(300)),
@@ -449,9 +490,13 @@ fn failing_device(context: &Context) -> (Arc<Wrapped<Failing>>, Device) {
 
 fn refused_signal(context: &Context) -> Result<()> {
     let (failing, device) = failing_device(context);
-    let publisher = context.publisher("refused").device(&device).build()?;
+    let options = PublisherOptions {
+        device: Some(device.clone()),
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("refused", options)?;
     let (sending, receiving) = (device.stream()?, context.stream()?);
-    let mut subscriber = context.subscriber("refused").build()?;
+    let mut subscriber = context.subscriber("refused")?;
     let mut error_counters = context.error_counters()?;
     for round in 0..3 {
         failing.hook().aim("batch", 1);
@@ -480,11 +525,14 @@ fn refused_signal(context: &Context) -> Result<()> {
 
 fn lost_history(context: &Context) -> Result<()> {
     let (failing, device) = failing_device(context);
-    let publisher = context
-        .publisher("lost-history")
-        .device(&device)
-        .history(3)
-        .build()?;
+    let publisher = Publisher::new(
+        "lost-history",
+        PublisherOptions {
+            device: Some(device.clone()),
+            history: 3,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let (sending, stream) = (device.stream()?, context.stream()?);
     Payload::of(WORDS, 1).send(&publisher, &sending)?;
     failing.hook().aim("batch", 1);
@@ -494,7 +542,7 @@ fn lost_history(context: &Context) -> Result<()> {
     );
     Payload::of(WORDS, 3).send(&publisher, &sending)?;
     // Under the blocking policy a number that is missing would be a broken protocol.
-    let mut late = context.subscriber("lost-history").build()?;
+    let mut late = context.subscriber("lost-history")?;
     let mut error_counters = context.error_counters()?;
     ensure!(
         error_counters.finish(late.receive(&stream, PATIENCE)?)? == 0,
@@ -512,8 +560,8 @@ fn lost_history(context: &Context) -> Result<()> {
 }
 
 fn handles_outlive_each_other(context: &Context) -> Result<()> {
-    let publisher = context.publisher("outlived").build()?;
-    let mut subscriber = context.subscriber("outlived").build()?;
+    let publisher = context.publisher("outlived")?;
+    let mut subscriber = context.subscriber("outlived")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
@@ -541,8 +589,8 @@ fn handles_outlive_each_other(context: &Context) -> Result<()> {
 }
 
 fn timeouts(context: &Context) -> Result<()> {
-    let publisher = context.publisher("silent").build()?;
-    let mut subscriber = context.subscriber("silent").build()?;
+    let publisher = context.publisher("silent")?;
+    let mut subscriber = context.subscriber("silent")?;
     let stream = context.stream()?;
     ensure!(
         subscriber
@@ -581,7 +629,11 @@ fn another_device(context: &Context) -> Result<()> {
     if context.settings.devices < 2 {
         return skip("a second GPU is needed; say --devices 2");
     }
-    let publisher = context.publisher("across").history(2).build()?;
+    let options = PublisherOptions {
+        history: 2,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("across", options)?;
     let stream = context.stream()?;
     let mut peer = context.peer_on(1)?;
     if let Err(fault) =

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::backend::testing::{Delaying, Failing, Wrapped};
-use warpipe::{Device, Error};
+use warpipe::{Device, Error, Publisher, PublisherOptions};
 
 use super::Case;
 use crate::PATIENCE;
@@ -40,7 +40,7 @@ const SLOW: Duration = Duration::from_millis(400);
 fn second_stream(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("second"))?;
-    let mut subscriber = context.subscriber("second").build()?;
+    let mut subscriber = context.subscriber("second")?;
     let blind = Delaying {
         signal_late: Duration::ZERO,
         waits: false,
@@ -82,8 +82,8 @@ fn second_stream(context: &Context) -> Result<()> {
 }
 
 fn released_behind(context: &Context) -> Result<()> {
-    let publisher = context.publisher("behind").build()?;
-    let mut subscriber = context.subscriber("behind").build()?;
+    let publisher = context.publisher("behind")?;
+    let mut subscriber = context.subscriber("behind")?;
     let (stream, busy) = (context.stream()?, context.stream()?);
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     let sample = subscriber.receive(&stream, PATIENCE)?;
@@ -103,7 +103,7 @@ fn released_behind(context: &Context) -> Result<()> {
 }
 
 fn held_memory(context: &Context) -> Result<()> {
-    let publisher = context.publisher("hold").build()?;
+    let publisher = context.publisher("hold")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let loan = Payload::of(WORDS, 5).loan(&publisher, &stream)?;
@@ -122,8 +122,12 @@ fn held_memory(context: &Context) -> Result<()> {
 fn lost_sample(context: &Context) -> Result<()> {
     let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
     let device = Device::from_backend(failing.clone());
-    let publisher = context.publisher("lost").device(&device).build()?;
-    let mut subscriber = context.subscriber("lost").build()?;
+    let options = PublisherOptions {
+        device: Some(device.clone()),
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("lost", options)?;
+    let mut subscriber = context.subscriber("lost")?;
     let (sending, stream, late) = (device.stream()?, context.stream()?, context.stream()?);
     failing.hook().aim("batch", 1);
     ensure!(

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Layout, PeerState, Sample, Subscriber};
+use warpipe::{Error, Layout, PeerState, Publisher, PublisherOptions, Sample, Subscriber};
 use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
@@ -102,7 +102,7 @@ fn expect_death(received: warpipe::Result<Sample>, pid: u32) -> Result<()> {
 fn ready_samples_survive(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("mortal"))?;
-    let mut subscriber = context.subscriber("mortal").build()?;
+    let mut subscriber = context.subscriber("mortal")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(10, WORDS, 1)))?;
@@ -126,7 +126,7 @@ fn ready_samples_survive(context: &Context) -> Result<()> {
 fn held_samples_survive(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("mortal"))?;
-    let mut subscriber = context.subscriber("mortal").build()?;
+    let mut subscriber = context.subscriber("mortal")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(4, WORDS, 1)))?;
@@ -150,7 +150,7 @@ fn held_samples_survive(context: &Context) -> Result<()> {
 fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("mortal"))?;
-    let mut subscriber = context.subscriber("mortal").build()?;
+    let mut subscriber = context.subscriber("mortal")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(2, WORDS, 1)))?;
@@ -205,7 +205,7 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
             policy: Some(policy),
             ..PublisherPlan::of("mortal")
         })?;
-        let mut subscriber = context.subscriber("mortal").build()?;
+        let mut subscriber = context.subscriber("mortal")?;
         peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
         peer.ask(&Order::SendBehindGate(Batch::of(2, WORDS, 2)))?;
         peer.ask(&Order::SendAside(Batch::of(2, WORDS, 4)))?;
@@ -254,10 +254,7 @@ fn history_survives(context: &Context) -> Result<()> {
         ..PublisherPlan::of("mortal")
     })?;
     peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
-    let (mut early, mut late) = (
-        context.subscriber("mortal").build()?,
-        context.subscriber("mortal").build()?,
-    );
+    let (mut early, mut late) = (context.subscriber("mortal")?, context.subscriber("mortal")?);
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let held = early.receive(&stream, PATIENCE)?;
@@ -291,7 +288,7 @@ fn left_before_the_death(context: &Context) -> Result<()> {
     let guard = context.guard();
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("mortal"))?;
-    let mut subscriber = context.subscriber("mortal").build()?;
+    let mut subscriber = context.subscriber("mortal")?;
     let stream = context.stream()?;
     peer.ask(&Order::Send(
         Batch::of(1, WORDS, 1).slow(Duration::from_secs(5)),
@@ -310,7 +307,7 @@ fn left_before_the_death(context: &Context) -> Result<()> {
 fn killed_between_loan_and_send(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("mortal"))?;
-    let mut subscriber = context.subscriber("mortal").build()?;
+    let mut subscriber = context.subscriber("mortal")?;
     peer.ask(&Order::Loan(Batch::of(3, WORDS, 1)))?;
     peer.kill()?;
     expect_death(subscriber.receive(&context.stream()?, PATIENCE), peer.id())
@@ -318,13 +315,14 @@ fn killed_between_loan_and_send(context: &Context) -> Result<()> {
 
 fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
     let slot = 512 << 10;
-    let publisher = context
-        .publisher("tight")
-        .memory_limit(4 * slot)
-        .loan_timeout(PATIENCE)
-        .build()?;
+    let options = PublisherOptions {
+        memory_limit: 4 * slot,
+        loan_timeout: PATIENCE,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("tight", options)?;
     let stream = context.stream()?;
-    let mut witness = context.subscriber("tight").build()?;
+    let mut witness = context.subscriber("tight")?;
     let mut error_counters = context.error_counters()?;
     let mut send = |witness: &mut Subscriber, seed| -> Result<()> {
         let sequence = Payload::of(slot / 8, seed).send(&publisher, &stream)?;
@@ -359,7 +357,7 @@ fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
 }
 
 fn killed_sleeper(context: &Context) -> Result<()> {
-    let publisher = context.publisher("quiet").build()?;
+    let publisher = context.publisher("quiet")?;
     let stream = context.stream()?;
     for round in 0..5 {
         let (mut victim, mut witness) = (context.peer()?, context.peer()?);
@@ -380,7 +378,7 @@ fn killed_sleeper(context: &Context) -> Result<()> {
 }
 
 fn killed_in_the_handshake(context: &Context) -> Result<()> {
-    let publisher = context.publisher("attach").build()?;
+    let publisher = context.publisher("attach")?;
     let stream = context.stream()?;
     Payload::of(WORDS, 0).send(&publisher, &stream)?;
     let guard = context.guard();
@@ -421,7 +419,7 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
             publisher.stop()?;
         }
         let built = std::thread::scope(|scope| {
-            let subscriber = scope.spawn(|| context.subscriber("attach").build());
+            let subscriber = scope.spawn(|| context.subscriber("attach"));
             std::thread::park_timeout(Duration::from_micros(rng.u64(..3000)));
             publisher.strike()?;
             publisher.ended()?;
@@ -447,7 +445,7 @@ fn time_to_error(context: &Context) -> Result<()> {
     for _ in 0..context.rounds(5, 50, 50) {
         let mut peer = context.peer()?;
         peer.publish(PublisherPlan::of("mortal"))?;
-        let mut subscriber = context.subscriber("mortal").build()?;
+        let mut subscriber = context.subscriber("mortal")?;
         let (at, eof, killed) = std::thread::scope(|scope| -> Result<_> {
             let receiver = scope.spawn(|| (subscriber.receive(&stream, PATIENCE), Instant::now()));
             let killed = Instant::now();
@@ -469,11 +467,12 @@ fn time_to_error(context: &Context) -> Result<()> {
 
 fn time_to_reclaim(context: &Context) -> Result<()> {
     let slot = 2 << 20;
-    let publisher = context
-        .publisher("tight")
-        .memory_limit(slot)
-        .loan_timeout(PATIENCE)
-        .build()?;
+    let options = PublisherOptions {
+        memory_limit: slot,
+        loan_timeout: PATIENCE,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("tight", options)?;
     let stream = context.stream()?;
     let (mut after_pidfd, mut after_kill) = (Vec::new(), Vec::new());
     for round in 0..context.rounds(5, 50, 50) {

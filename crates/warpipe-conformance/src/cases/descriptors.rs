@@ -18,7 +18,10 @@ use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
 };
-use warpipe::{Access, DeviceFault, Error, Memory, MemoryInfo, Sample, Stream, Timeline};
+use warpipe::{
+    Access, DeviceFault, Error, Memory, MemoryInfo, OpenOptions, Sample, Stream, Subscriber,
+    SubscriberOptions, Timeline, TimelineOptions,
+};
 use warpipe_testkit::eventually;
 
 use super::{Case, skip};
@@ -178,7 +181,7 @@ impl Scene {
     fn begin(context: &Context) -> Result<Scene> {
         let (mut victim, newcomer) = (context.peer()?, context.peer()?);
         victim.publish(PublisherPlan::of("mortal"))?;
-        let mut subscriber = context.subscriber("mortal").build()?;
+        let mut subscriber = context.subscriber("mortal")?;
         victim.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
         let stream = context.stream()?;
         let unfinished = Some(subscriber.receive(&stream, PATIENCE)?);
@@ -254,15 +257,17 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
             Ok(())
         });
         for _ in 0..EACH {
-            let met = context
-                .subscriber("evil")
-                .handshake_timeout(PATIENCE)
-                .build();
+            let options = SubscriberOptions {
+                handshake_timeout: PATIENCE,
+                ..SubscriberOptions::at(&context.domain, &context.device)
+            };
+            let met = Subscriber::new("evil", options);
             ensure!(met.is_err(), "a hostile socket was taken for a publisher");
-            let met = Timeline::opener("evil")
-                .domain(&context.domain)
-                .device(&context.device)
-                .open(Duration::ZERO);
+            let met = Timeline::open(
+                "evil",
+                OpenOptions::at(&context.domain, &context.device),
+                Duration::ZERO,
+            );
             ensure!(
                 met.is_err(),
                 "a hostile socket was taken for a timeline's owner"
@@ -275,11 +280,11 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
 }
 
 fn lingering(context: &Context) -> Result<()> {
-    let publisher = context.publisher("good").build()?;
-    let timeline = Timeline::builder("values")
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let publisher = context.publisher("good")?;
+    let timeline = Timeline::new(
+        "values",
+        TimelineOptions::at(&context.domain, &context.device),
+    )?;
     let scene = Scene::begin(context)?;
     let mut readers = Vec::new();
     let came = throw_at_all(context, || {
@@ -374,11 +379,11 @@ fn mount(device: &File, path: &std::path::Path) -> std::io::Result<()> {
 }
 
 fn silent(context: &Context) -> Result<()> {
-    let publisher = context.publisher("good").build()?;
-    let timeline = Timeline::builder("values")
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let publisher = context.publisher("good")?;
+    let timeline = Timeline::new(
+        "values",
+        TimelineOptions::at(&context.domain, &context.device),
+    )?;
     let scene = Scene::begin(context)?;
     let mounted = Mounted::new(context)?;
     let came = throw_at_all(context, || mounted.locate())?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use warpipe::backend::testing::{Counting, Delaying, Wrapped};
-use warpipe::{Device, Error, Event, EventHandle};
+use warpipe::{Device, Error, Event, EventHandle, EventOptions};
 use warpipe_testkit::eventually;
 
 use self::deaths::{
@@ -200,10 +200,7 @@ fn untouched_raw(context: &Context) -> Result<()> {
     ensure!(recorded() == 0, "an importer recorded CUDA's own event");
     event.synchronize(PATIENCE)?;
     // It lives until the count is taken: dropping values records events, too.
-    let own = Event::builder()
-        .domain(&context.domain)
-        .device(&device)
-        .build()?;
+    let own = Event::new(EventOptions::at(&context.domain, &device))?;
     own.record(&stream, PATIENCE)?;
     ensure!(
         recorded() == 1,
@@ -268,19 +265,10 @@ fn limit_of_events(context: &Context) -> Result<()> {
     .context("setrlimit")?;
     let stream = context.stream()?;
     let mut events = (0..4096)
-        .map(|_| {
-            Event::builder()
-                .domain(&context.domain)
-                .device(&context.device)
-                .build()
-        })
+        .map(|_| Event::new(EventOptions::at(&context.domain, &context.device)))
         .collect::<warpipe::Result<Vec<Event>>>()
         .context("4096 events")?;
-    match Event::builder()
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()
-    {
+    match Event::new(EventOptions::at(&context.domain, &context.device)) {
         Err(Error::EventLimit { limit: 4096 }) => {}
         other => bail!("the 4097th event gave {other:?}"),
     }
@@ -298,10 +286,7 @@ fn limit_of_events(context: &Context) -> Result<()> {
     // One that nobody else has open: what others use is free when they are done.
     drop(events.swap_remove(1000));
     drop(
-        Event::builder()
-            .domain(&context.domain)
-            .device(&context.device)
-            .build()
+        Event::new(EventOptions::at(&context.domain, &context.device))
             .context("one was dropped, so there is room")?,
     );
     stream.synchronize(PATIENCE)?;
@@ -311,10 +296,7 @@ fn limit_of_events(context: &Context) -> Result<()> {
 }
 
 fn limit_of_recorders(context: &Context) -> Result<()> {
-    let event = Event::builder()
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let event = Event::new(EventOptions::at(&context.domain, &context.device))?;
     let text = event.handle()?.to_string();
     let mut peers = Vec::new();
     for _ in 0..8 {
@@ -343,10 +325,7 @@ fn limit_of_recorders(context: &Context) -> Result<()> {
 }
 
 fn wrong_handles(context: &Context) -> Result<()> {
-    let event = Event::builder()
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let event = Event::new(EventOptions::at(&context.domain, &context.device))?;
     let text = event.handle()?.to_string();
     let mut peer = context.peer()?;
     for wrong in [

@@ -7,7 +7,10 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Failing, Wrapped};
-use warpipe::{DType, Device, Error, Layout, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{
+    DType, Device, Error, Layout, Publisher, PublisherOptions, Sample, SampleMut, Stream,
+    Subscriber, SubscriberOptions,
+};
 
 use super::Case;
 use crate::PATIENCE;
@@ -135,21 +138,23 @@ impl<'a> Flow<'a> {
         let [out, back] = &self.sides;
         match step {
             Step::Publish => {
-                self.publisher = Some(
-                    self.context
-                        .publisher("fault")
-                        .device(&out.device)
-                        .history(1)
-                        .build()?,
-                );
+                self.publisher = Some(Publisher::new(
+                    "fault",
+                    PublisherOptions {
+                        device: Some(out.device.clone()),
+                        history: 1,
+                        ..PublisherOptions::at(&self.context.domain, &self.context.device)
+                    },
+                )?);
             }
             Step::Subscribe => {
-                self.subscriber = Some(
-                    self.context
-                        .subscriber("fault")
-                        .device(&back.device)
-                        .build()?,
-                );
+                self.subscriber = Some(Subscriber::new(
+                    "fault",
+                    SubscriberOptions {
+                        device: Some(back.device.clone()),
+                        ..SubscriberOptions::at(&self.context.domain, &self.context.device)
+                    },
+                )?);
             }
             Step::Loan => {
                 let publisher = self.publisher.as_ref().context("published")?;

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{
-    Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Semaphore, Stream, Subscriber,
-    Timeline,
+    Error, Event, EventHandle, EventOptions, Layout, OpenOptions, Publisher, PublisherOptions,
+    Sample, SampleMut, Semaphore, SemaphoreOptions, Stream, Subscriber, Timeline, TimelineOptions,
 };
 use warpipe_testkit::{eventually, pidfd, wait_readable};
 
@@ -79,8 +79,8 @@ pub(super) fn in_a_child(work: impl FnOnce() -> u8) -> Result<u8> {
 }
 
 fn handles_refuse(context: &Context) -> Result<()> {
-    let mut publisher = Some(context.publisher("forked").build()?);
-    let mut subscriber = Some(context.subscriber("forked").build()?);
+    let mut publisher = Some(context.publisher("forked")?);
+    let mut subscriber = Some(context.subscriber("forked")?);
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let send = |publisher: &Option<Publisher>, seed| -> Result<()> {
@@ -191,17 +191,11 @@ fn signals_refuse(context: &Context) -> Result<()> {
     peer.signals(SignalOrder::CreateTimeline("theirs".into()))?;
     let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
     let mut timelines = vec![
-        Timeline::builder("ours")
-            .domain(domain)
-            .device(device)
-            .build()?,
-        Timeline::opener("theirs")
-            .domain(domain)
-            .device(device)
-            .open(PATIENCE)?,
+        Timeline::new("ours", TimelineOptions::at(domain, device))?,
+        Timeline::open("theirs", OpenOptions::at(domain, device), PATIENCE)?,
     ];
     let mut events = vec![
-        Event::builder().domain(domain).device(device).build()?,
+        Event::new(EventOptions::at(domain, device))?,
         Event::open(&text.parse::<EventHandle>()?, device, Duration::ZERO)?,
     ];
     let code = in_a_child(|| {
@@ -244,7 +238,7 @@ fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("parent"))?;
-    let mut subscriber = context.subscriber("parent").build()?;
+    let mut subscriber = context.subscriber("parent")?;
     peer.ask(&Order::SendAndWait(Batch::of(2, WORDS, 1)))?;
     let orphan = peer.orphan(&Order::Fork)?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 3)))?;
@@ -261,23 +255,19 @@ fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
         }) => {}
         other => anyhow::bail!("after the death came {other:?}"),
     }
-    drop(
-        context
-            .publisher("parent")
-            .build()
-            .context("the name is free")?,
-    );
+    drop(context.publisher("parent").context("the name is free")?);
     ensure!(orphan.is_alive(), "the forked child lives");
     Ok(())
 }
 
 fn slots_despite_a_child(context: &Context) -> Result<()> {
     let slot = 1 << 20;
-    let publisher = context
-        .publisher("tight")
-        .memory_limit(2 * slot)
-        .loan_timeout(PATIENCE)
-        .build()?;
+    let options = PublisherOptions {
+        memory_limit: 2 * slot,
+        loan_timeout: PATIENCE,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("tight", options)?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("tight")?;
@@ -299,15 +289,18 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
 }
 
 fn semaphore_refuses(context: &Context) -> Result<()> {
-    let creator = Semaphore::builder("forked")
-        .permits(3)
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
-    let member = Semaphore::opener("forked")
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
+    let creator = Semaphore::new(
+        "forked",
+        SemaphoreOptions {
+            permits: 3,
+            ..SemaphoreOptions::at(&context.domain, &context.device)
+        },
+    )?;
+    let member = Semaphore::open(
+        "forked",
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
     let stream = context.stream()?;
     let mut held = vec![
         member.acquire(&stream, PATIENCE)?,
@@ -348,11 +341,13 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
 }
 
 fn permit_despite_a_child(context: &Context) -> Result<()> {
-    let semaphore = Semaphore::builder("turns")
-        .permits(1)
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let semaphore = Semaphore::new(
+        "turns",
+        SemaphoreOptions {
+            permits: 1,
+            ..SemaphoreOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Semaphore(SemaphoreOrder::Open {
         name: "turns".into(),

@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, bail};
 use std::time::Duration;
-use warpipe::{Error, Stream, Timeline};
+use warpipe::{Error, OpenOptions, Stream, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -54,7 +54,7 @@ fn rounds(
 fn queues(context: &Context) -> Result<()> {
     let own = |peer: &mut Peer| peer.task(Task::Own("brief".into())).map(drop);
     rounds(context, own, |peer, stream| {
-        let mut worker = context.worker("brief").build()?;
+        let mut worker = context.worker("brief")?;
         peer.dismiss()?;
         worker
             .lease(stream, PATIENCE)
@@ -70,10 +70,11 @@ fn timelines(context: &Context) -> Result<()> {
             .map(drop)
     };
     rounds(context, own, |peer, _| {
-        let timeline = Timeline::opener("brief")
-            .domain(&context.domain)
-            .device(&context.device)
-            .open(Duration::ZERO)?;
+        let timeline = Timeline::open(
+            "brief",
+            OpenOptions::at(&context.domain, &context.device),
+            Duration::ZERO,
+        )?;
         peer.dismiss()?;
         timeline
             .wait_host(1, PATIENCE)
@@ -85,7 +86,7 @@ fn timelines(context: &Context) -> Result<()> {
 fn publishers(context: &Context) -> Result<()> {
     let own = |peer: &mut Peer| peer.publish(PublisherPlan::of("brief"));
     rounds(context, own, |peer, stream| {
-        let mut subscriber = context.subscriber("brief").build()?;
+        let mut subscriber = context.subscriber("brief")?;
         peer.dismiss()?;
         subscriber
             .receive(stream, PATIENCE)

@@ -12,7 +12,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{
-    Access, Device, DeviceFault, Error, Expiry, Kind, Memory, MemoryInfo, SharedMemory, Ticket,
+    Access, Device, DeviceFault, Error, Expiry, Kind, Memory, MemoryInfo, PublishOptions,
+    SharedMemory, Ticket,
 };
 use warpipe_testkit::{eventually, wait_readable};
 
@@ -383,20 +384,21 @@ fn other_users(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     fill(&memory, &stream, 1, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
-    let closed = memory
-        .publication("closed")
-        .domain(&context.domain)
-        .build()?;
-    let others = memory
-        .publication("others")
-        .domain(&context.domain)
-        .allow_uids(&[12345])
-        .build()?;
-    let open = memory
-        .publication("open")
-        .domain(&context.domain)
-        .allow_uids(&[NOBODY])
-        .build()?;
+    let closed = memory.publish("closed", PublishOptions::at(&context.domain))?;
+    let others = memory.publish(
+        "others",
+        PublishOptions {
+            allow_uids: vec![12345],
+            ..PublishOptions::at(&context.domain)
+        },
+    )?;
+    let open = memory.publish(
+        "open",
+        PublishOptions {
+            allow_uids: vec![NOBODY],
+            ..PublishOptions::at(&context.domain)
+        },
+    )?;
     let mut other_user = context.peer()?;
     other_user.ask(&Order::Hold(HolderOrder::Become(NOBODY)))?;
     for published in [&closed, &others] {
@@ -454,7 +456,7 @@ fn other_device(context: &Context) -> Result<()> {
 
 fn killed_importers(context: &Context) -> Result<()> {
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
-    let published = memory.publish(&context.domain, "weights")?;
+    let published = memory.publish("weights", PublishOptions::at(&context.domain))?;
     let (ticket, mut rng, guard) = (published.ticket()?, context.rng(), context.guard());
     let kills = context.kills(6, 200, 40);
     for _ in 0..kills {

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Event, Semaphore, Timeline};
+use warpipe::{Error, Event, OpenOptions, Semaphore, SemaphoreOptions, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -45,7 +45,7 @@ fn remove_pages(peer: &mut Peer) -> Result<u64> {
 fn link(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("holes"))?;
-    let mut subscriber = context.subscriber("holes").build()?;
+    let mut subscriber = context.subscriber("holes")?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     peer.ask(&Order::Send(
         Batch::of(1, 64, 1).slow(Duration::from_micros(SLOW_US)),
@@ -71,10 +71,11 @@ fn timeline(context: &Context) -> Result<()> {
     let (mut owner, mut waiter) = (context.peer()?, context.peer()?);
     owner.signals(SignalOrder::CreateTimeline("holes".into()))?;
     waiter.signals(SignalOrder::OpenTimeline("holes".into()))?;
-    let timeline = Timeline::opener("holes")
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(PATIENCE)?;
+    let timeline = Timeline::open(
+        "holes",
+        OpenOptions::at(&context.domain, &context.device),
+        PATIENCE,
+    )?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
     owner.signals(SignalOrder::Map(Shared::path(&fd)))?;
     owner.signals(SignalOrder::Write {
@@ -133,11 +134,11 @@ fn event(context: &Context) -> Result<()> {
 }
 
 fn semaphore(context: &Context) -> Result<()> {
-    let semaphore = Semaphore::builder("holes")
-        .permits(1)
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(&context.domain, &context.device)
+    };
+    let semaphore = Semaphore::new("holes", options)?;
     let (mut holder, mut wrong) = (context.peer()?, context.peer()?);
     let stream = context.stream()?;
     for peer in [&mut holder, &mut wrong] {

@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use rustix::event::epoll;
-use warpipe::{DType, Layout, Memory, OptionalExtension, Published, Publisher, Stream};
+use warpipe::{
+    DType, Layout, Memory, OptionalExtension, PublishOptions, Published, Publisher,
+    PublisherOptions, Stream,
+};
 use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, all_whole};
@@ -49,7 +52,7 @@ const WORDS: u64 = 1 << 16;
 /// Memory for one tensor behind another, published.
 fn publish(context: &Context) -> Result<Published> {
     let memory = Memory::allocate(&context.device, 16 * WORDS)?;
-    Ok(memory.publish(&context.domain, "memory")?)
+    Ok(memory.publish("memory", PublishOptions::at(&context.domain))?)
 }
 
 fn layout() -> warpipe::Result<Layout> {
@@ -75,7 +78,7 @@ fn is_dropped<T>(owner: &Arc<T>) -> Result<()> {
 }
 
 fn read_in_place(context: &Context) -> Result<()> {
-    let publisher = context.publisher("in-place").build()?;
+    let publisher = context.publisher("in-place")?;
     let (stream, memory) = (context.stream()?, publish(context)?);
     let mut peer = context.peer()?;
     peer.subscribe("in-place")?;
@@ -98,7 +101,7 @@ fn read_in_place(context: &Context) -> Result<()> {
 }
 
 fn killed_reader(context: &Context) -> Result<()> {
-    let publisher = context.publisher("in-place").build()?;
+    let publisher = context.publisher("in-place")?;
     let (stream, memory) = (context.stream()?, publish(context)?);
     let mut peer = context.peer()?;
     peer.subscribe("in-place")?;
@@ -113,7 +116,7 @@ fn killed_reader(context: &Context) -> Result<()> {
 fn killed_publisher(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("in-place"))?;
-    let mut subscriber = context.subscriber("in-place").build()?;
+    let mut subscriber = context.subscriber("in-place")?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     peer.ask(&Order::SendInPlace(Batch::of(2, WORDS, 3)))?;
     let samples = [
@@ -129,7 +132,7 @@ fn killed_publisher(context: &Context) -> Result<()> {
 }
 
 fn closed_publisher(context: &Context) -> Result<()> {
-    let publisher = context.publisher("in-place").build()?;
+    let publisher = context.publisher("in-place")?;
     let (stream, memory) = (context.stream()?, publish(context)?);
     let mut peer = context.peer()?;
     peer.subscribe("in-place")?;
@@ -143,10 +146,11 @@ fn closed_publisher(context: &Context) -> Result<()> {
 }
 
 fn closed_before_a_stopped_subscriber(context: &Context) -> Result<()> {
-    let publisher = context.publisher("in-place");
-    let publisher = publisher
-        .evict_after(Some(Duration::from_secs(1)))
-        .build()?;
+    let options = PublisherOptions {
+        evict_after: Some(Duration::from_secs(1)),
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("in-place", options)?;
     let (stream, memory) = (context.stream()?, publish(context)?);
     let mut peer = context.peer()?;
     peer.subscribe("in-place")?;
@@ -162,7 +166,7 @@ fn closed_before_a_stopped_subscriber(context: &Context) -> Result<()> {
 fn stopped_owner(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("in-place"))?;
-    let mut subscriber = context.subscriber("in-place").build()?;
+    let mut subscriber = context.subscriber("in-place")?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     peer.ask(&Order::SendInPlace(Batch::of(1, WORDS, 3)))?;
     peer.stop()?;

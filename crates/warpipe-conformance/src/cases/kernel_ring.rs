@@ -1,7 +1,7 @@
 //! Kernel rings between processes: items, ends, deaths, graphs.
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, KernelRing, RingEnd};
+use warpipe::{Error, KernelRing, KernelRingOptions, RingEnd};
 use warpipe_kernels::checksum_of;
 
 use super::Case;
@@ -160,10 +160,10 @@ fn closed_consumer(context: &Context) -> Result<()> {
 
 fn refused_in_time_slices(context: &Context) -> Result<()> {
     let runs_beside = context.device.backend().runs_beside_other_processes();
-    let producer = KernelRing::builder(NAME)
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let producer = KernelRing::new(
+        NAME,
+        KernelRingOptions::at(&context.domain, &context.device),
+    )?;
     let mut peer = context.peer()?;
     match peer.try_ask(&Order::Ring(RingOrder::Open(NAME.into())))? {
         Ok(_) => ensure!(runs_beside, "it was opened in time slices"),
@@ -241,11 +241,11 @@ fn round_trips(context: &Context) -> Result<()> {
         true => u64::from(context.rounds(100, 100, 2000)),
         false => 20,
     };
-    let out = KernelRing::builder("out")
-        .domain(&context.domain)
-        .device(&context.device)
-        .allow_time_slices()
-        .build()?;
+    let options = KernelRingOptions {
+        allow_time_slices: true,
+        ..KernelRingOptions::at(&context.domain, &context.device)
+    };
+    let out = KernelRing::new("out", options)?;
     let mut peer = context.peer()?;
     let pair = RingOrder::Pair("out".into(), "back".into());
     peer.send(&Order::Ring(pair))?;

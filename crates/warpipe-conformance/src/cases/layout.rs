@@ -5,7 +5,7 @@ use std::sync::mpsc::channel;
 
 use anyhow::{Result, bail, ensure};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
-use warpipe::{DType, Error, Layout, Memory};
+use warpipe::{DType, Error, Layout, Memory, Publisher, PublisherOptions};
 
 use super::{Case, all_whole, skip};
 use crate::PATIENCE;
@@ -59,7 +59,7 @@ fn layouts(dtype: DType) -> Result<Vec<Layout>> {
 }
 
 fn every_type_and_layout(context: &Context) -> Result<()> {
-    let publisher = context.publisher("layouts").build()?;
+    let publisher = context.publisher("layouts")?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("layouts")?;
@@ -85,7 +85,7 @@ fn every_type_and_layout(context: &Context) -> Result<()> {
 }
 
 fn every_size(context: &Context) -> Result<()> {
-    let publisher = context.publisher("sizes").build()?;
+    let publisher = context.publisher("sizes")?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("sizes")?;
@@ -126,7 +126,11 @@ fn every_size(context: &Context) -> Result<()> {
 /// Touches only both ends of it, so that a machine of little memory can run this, too.
 fn beyond_four_gigabytes(context: &Context) -> Result<()> {
     let bytes = (4 << 30) + (6 << 20);
-    let publisher = context.publisher("large").memory_limit(16 << 30).build()?;
+    let options = PublisherOptions {
+        memory_limit: 16 << 30,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("large", options)?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("large")?;
@@ -151,9 +155,9 @@ fn beyond_four_gigabytes(context: &Context) -> Result<()> {
 }
 
 fn metadata(context: &Context) -> Result<()> {
-    let publisher = context.publisher("metadata").build()?;
+    let publisher = context.publisher("metadata")?;
     let stream = context.stream()?;
-    let mut subscriber = context.subscriber("metadata").build()?;
+    let mut subscriber = context.subscriber("metadata")?;
     let mut peer = context.peer()?;
     peer.subscribe("metadata")?;
     // A peer takes the first bytes for a mark; zeros claim no word.
@@ -195,9 +199,9 @@ fn metadata(context: &Context) -> Result<()> {
 }
 
 fn copies_in(context: &Context) -> Result<()> {
-    let publisher = context.publisher("copies").build()?;
+    let publisher = context.publisher("copies")?;
     let stream = context.stream()?;
-    let mut subscriber = context.subscriber("copies").build()?;
+    let mut subscriber = context.subscriber("copies")?;
     let bytes: Vec<u8> = (0..40_000u32).map(|i| (i % 251) as u8).collect();
     publisher.send_bytes(&stream, &bytes)?;
     let layout = Layout::contiguous(DType::U8, &[200, 200])?;

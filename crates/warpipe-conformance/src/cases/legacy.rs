@@ -262,7 +262,7 @@ fn not_exportable(context: &Context) -> Result<()> {
         context.error_counters()?.address(),
         pinned,
     )?;
-    let publisher = context.publisher("regions").build()?;
+    let publisher = context.publisher("regions")?;
     let loan = publisher.loan(&warpipe::Layout::bytes_only(4096)?)?;
     refused("a region", loan.slot_ptr(), PointerKind::Vmm)?;
     drop(loan);

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
-use warpipe::{Change, Error, Member, MemberInfo, Members, PeerState};
+use warpipe::{
+    Change, Error, Member, MemberInfo, MemberOptions, Members, MembersOptions, PeerState,
+};
 use warpipe_testkit::{eventually, pidfd, wait_readable};
 
 use super::Case;
@@ -103,7 +105,7 @@ fn kind_of(change: &Change) -> &'static str {
 /// A watch reports a further member only after all that came before: with it, no more reports about
 /// the others come.
 fn nothing_more(members: &Members, context: &Context) -> Result<()> {
-    let last = Member::builder("last").domain(&context.domain).build()?;
+    let last = Member::new("last", MemberOptions::at(&context.domain))?;
     expect_end(members, "joined", "last")?;
     drop(last);
     expect_end(members, "left", "last").map(drop)
@@ -125,7 +127,7 @@ fn join(peer: &mut Peer, name: &str) -> Result<()> {
 
 fn joined_and_left(context: &Context) -> Result<()> {
     let early = member(context, "early")?;
-    let members = Members::builder().domain(&context.domain).build()?;
+    let members = Members::new(MembersOptions::at(&context.domain))?;
     ensure!(
         members.list()?.len() == 1,
         "a present member is listed at once: {:?}",
@@ -172,7 +174,7 @@ fn joined_and_left(context: &Context) -> Result<()> {
 }
 
 fn stopped_and_on(context: &Context) -> Result<()> {
-    let members = Members::builder().domain(&context.domain).build()?;
+    let members = Members::new(MembersOptions::at(&context.domain))?;
     let peer = member(context, "sleepy")?;
     expect(&members, "joined", "sleepy")?;
     for _ in 0..2 {
@@ -198,7 +200,7 @@ fn stopped_and_on(context: &Context) -> Result<()> {
 }
 
 fn killed(context: &Context) -> Result<()> {
-    let members = Members::builder().domain(&context.domain).build()?;
+    let members = Members::new(MembersOptions::at(&context.domain))?;
     for _ in 0..3 {
         let mut peer = member(context, "mortal")?;
         peer.publish(PublisherPlan::of("its/frames"))?;
@@ -232,7 +234,7 @@ fn killed(context: &Context) -> Result<()> {
 
 fn killed_as_many(context: &Context) -> Result<()> {
     const MANY: usize = 40;
-    let members = Members::builder().domain(&context.domain).build()?;
+    let members = Members::new(MembersOptions::at(&context.domain))?;
     let mut peer = context.peer()?;
     let names: Vec<String> = (0..MANY)
         .map(|number| format!("soul-{number:02}"))
@@ -241,7 +243,7 @@ fn killed_as_many(context: &Context) -> Result<()> {
         join(&mut peer, name)?;
         expect_end(&members, "joined", name)?;
     }
-    let witness = Member::builder("witness").domain(&context.domain).build()?;
+    let witness = Member::new("witness", MemberOptions::at(&context.domain))?;
     expect_end(&members, "joined", "witness")?;
     peer.kill()?;
     let mut dead = Vec::new();
@@ -274,16 +276,17 @@ fn unwatched(context: &Context) -> Result<()> {
         "a socket and a lock of each name are left, not {} files",
         files()
     );
-    let looking = Members::builder()
-        .domain(&context.domain)
-        .clean(false)
-        .build()?;
+    let options = MembersOptions {
+        clean: false,
+        ..MembersOptions::at(&context.domain)
+    };
+    let looking = Members::new(options)?;
     ensure!(
         files() == 4 && looking.list()?.is_empty(),
         "a listing removes nothing"
     );
     drop(looking);
-    let members = Members::builder().domain(&context.domain).build()?;
+    let members = Members::new(MembersOptions::at(&context.domain))?;
     ensure!(files() == 0, "{} files are left", files());
     nothing_more(&members, context)
 }
@@ -292,15 +295,13 @@ fn clean_ups(context: &Context) -> Result<()> {
     let (call, called) = channel();
     let (changes, received) = channel();
     let mut first = true;
-    let panics_once = move |_: &Change| {
+    let panics_once = move |change: &Change| {
+        drop(changes.send(change.clone()));
         if std::mem::take(&mut first) {
             panic!("a callback that panics");
         }
     };
-    let watch = Members::builder().domain(&context.domain).on(panics_once);
-    let members = watch
-        .on(move |change| drop(changes.send(change.clone())))
-        .build()?;
+    let members = Members::with_callback(MembersOptions::at(&context.domain), panics_once)?;
     ensure!(
         matches!(members.changes(Duration::ZERO), Err(Error::Argument { .. })),
         "the callbacks have the changes"
@@ -345,14 +346,16 @@ fn expect_changes(received: &Receiver<Change>, due: &[&str]) -> Result<()> {
 }
 
 fn taken_and_free(context: &Context) -> Result<()> {
-    let members = Members::builder().domain(&context.domain).build()?;
+    let members = Members::new(MembersOptions::at(&context.domain))?;
     let mut peer = member(context, "only")?;
     expect(&members, "joined", "only")?;
-    match Member::builder("only")
-        .role("impostor")
-        .domain(&context.domain)
-        .build()
-    {
+    match Member::new(
+        "only",
+        MemberOptions {
+            role: "impostor".into(),
+            ..MemberOptions::at(&context.domain)
+        },
+    ) {
         Err(Error::NameTaken { name, holder }) => {
             ensure!(
                 name == "members/only" && holder.pid == Some(peer.id() as i32),
@@ -365,11 +368,11 @@ fn taken_and_free(context: &Context) -> Result<()> {
     for _ in 0..20 {
         peer.strike()?;
         wait_readable(pidfd(peer.pid())?, PATIENCE)?;
-        let heir = Member::builder("only")
-            .role("heir")
-            .domain(&context.domain)
-            .build()
-            .context("a dead member's name")?;
+        let options = MemberOptions {
+            role: "heir".into(),
+            ..MemberOptions::at(&context.domain)
+        };
+        let heir = Member::new("only", options).context("a dead member's name")?;
         drop(heir);
         peer = context.peer()?;
         join(&mut peer, "only")?;
@@ -380,7 +383,7 @@ fn taken_and_free(context: &Context) -> Result<()> {
 fn stopped_before(context: &Context) -> Result<()> {
     let peer = member(context, "asleep")?;
     peer.stop()?;
-    let members = Members::builder().domain(&context.domain).build()?;
+    let members = Members::new(MembersOptions::at(&context.domain))?;
     let listed = members.list()?;
     ensure!(listed.len() == 1, "listed are {listed:?}");
     let MemberInfo {
@@ -427,8 +430,8 @@ fn foreign_files(context: &Context) -> Result<()> {
     std::fs::create_dir(&folder)?;
     std::os::unix::fs::symlink("/dev/zero", &link)?;
     // Of this library, and no member.
-    let publisher = context.publisher("members/camera").build()?;
-    let members = Members::builder().domain(&context.domain).build()?;
+    let publisher = context.publisher("members/camera")?;
+    let members = Members::new(MembersOptions::at(&context.domain))?;
     let real = member(context, "real")?;
     expect(&members, "joined", "real")?;
     // A silent member has timed out by the end of a whole further stall interval.
@@ -447,7 +450,7 @@ fn foreign_files(context: &Context) -> Result<()> {
         "{} are overlooked",
         members.overlooked()
     );
-    match Member::builder("silent").domain(&context.domain).build() {
+    match Member::new("silent", MemberOptions::at(&context.domain)) {
         Err(Error::ForeignFile { .. }) => {}
         other => bail!("a foreign name gave {other:?}"),
     }
@@ -467,8 +470,8 @@ fn foreign_files(context: &Context) -> Result<()> {
 
 fn two_watches(context: &Context) -> Result<()> {
     let (one, other) = (
-        Members::builder().domain(&context.domain).build()?,
-        Members::builder().domain(&context.domain).build()?,
+        Members::new(MembersOptions::at(&context.domain))?,
+        Members::new(MembersOptions::at(&context.domain))?,
     );
     let mut peer = member(context, "seen")?;
     let generations = [&one, &other]

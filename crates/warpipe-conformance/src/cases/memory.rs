@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Error, Layout};
+use warpipe::{Error, Layout, Publisher, PublisherOptions};
 use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
@@ -40,10 +40,11 @@ pub(super) const CASES: &[Case] = &[
 const MIB: u64 = 1 << 20;
 
 fn growth(context: &Context) -> Result<()> {
-    let publisher = context
-        .publisher("growing")
-        .memory_limit(256 * MIB)
-        .build()?;
+    let options = PublisherOptions {
+        memory_limit: 256 * MIB,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("growing", options)?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("growing")?;
@@ -65,11 +66,14 @@ fn growth(context: &Context) -> Result<()> {
 }
 
 fn limit(context: &Context) -> Result<()> {
-    let builder = context
-        .publisher("limited")
-        .memory_limit(4 * MIB)
-        .loan_timeout(Duration::from_millis(20));
-    let publisher = builder.build()?;
+    let publisher = Publisher::new(
+        "limited",
+        PublisherOptions {
+            memory_limit: 4 * MIB,
+            loan_timeout: Duration::from_millis(20),
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let layout = Layout::bytes_only(MIB)?;
     let mut loans = (0..4)
         .map(|_| publisher.loan(&layout))
@@ -102,7 +106,13 @@ fn limit(context: &Context) -> Result<()> {
 /// Memory that no process holds goes back to the device where it is in the way.
 fn changing_lengths(context: &Context) -> Result<()> {
     let limit = 64 * MIB;
-    let publisher = context.publisher("lengths").memory_limit(limit).build()?;
+    let publisher = Publisher::new(
+        "lengths",
+        PublisherOptions {
+            memory_limit: limit,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("lengths")?;
@@ -120,11 +130,14 @@ fn changing_lengths(context: &Context) -> Result<()> {
 }
 
 fn limit_by_holders(context: &Context) -> Result<()> {
-    let builder = context
-        .publisher("held")
-        .memory_limit(2 * MIB)
-        .loan_timeout(Duration::from_millis(50));
-    let publisher = builder.build()?;
+    let publisher = Publisher::new(
+        "held",
+        PublisherOptions {
+            memory_limit: 2 * MIB,
+            loan_timeout: Duration::from_millis(50),
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("held")?;
@@ -146,11 +159,12 @@ fn limit_by_holders(context: &Context) -> Result<()> {
 }
 
 fn loans_return(context: &Context) -> Result<()> {
-    let builder = context
-        .publisher("returned")
-        .memory_limit(2 * MIB)
-        .loan_timeout(Duration::from_secs(5));
-    let publisher = builder.build()?;
+    let options = PublisherOptions {
+        memory_limit: 2 * MIB,
+        loan_timeout: Duration::from_secs(5),
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("returned", options)?;
     let stream = context.stream()?;
     for round in 0..20 {
         drop(publisher.loan(&Layout::bytes_only(2 * MIB)?)?);
@@ -161,7 +175,13 @@ fn loans_return(context: &Context) -> Result<()> {
 }
 
 fn nobody_listens(context: &Context) -> Result<()> {
-    let publisher = context.publisher("alone").memory_limit(2 * MIB).build()?;
+    let publisher = Publisher::new(
+        "alone",
+        PublisherOptions {
+            memory_limit: 2 * MIB,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let stream = context.stream()?;
     for seed in 1..=50 {
         ensure!(

@@ -1,8 +1,9 @@
 //! Random channels against a simple model.
 
 use anyhow::{Context as _, Result, ensure};
+use std::sync::Arc;
 use std::time::Duration;
-use warpipe::{Error, Policy};
+use warpipe::{Error, Policy, Publisher, PublisherOptions};
 use warpipe_testkit::{Rng, pick};
 
 use super::Case;
@@ -68,16 +69,17 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
         let next = next.clone();
         move |_: &warpipe::PeerCredentials| next.lock().map_or(Policy::Fail, |policy| *policy)
     };
-    let publisher = context
-        .publisher("model")
-        .depth(depth as u32)
-        .policy_of(choose)
-        .build()?;
+    let options = PublisherOptions {
+        depth: depth as u32,
+        policy_of: Some(Arc::new(choose)),
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("model", options)?;
     let mut views = Vec::new();
     for _ in 0..rng.u64(1..=3) {
         let policy = *pick(&mut rng, &policies);
         *next.lock().map_err(|_| anyhow::anyhow!("a panic"))? = policy;
-        let subscriber = context.subscriber("model").build()?;
+        let subscriber = context.subscriber("model")?;
         views.push(View {
             subscriber,
             policy,

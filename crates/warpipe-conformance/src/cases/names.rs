@@ -2,7 +2,9 @@
 
 use anyhow::{Result, bail, ensure};
 use std::time::Duration;
-use warpipe::{Error, PeerState, Sample, Stream, Subscriber};
+use warpipe::{
+    Error, PeerState, Publisher, PublisherOptions, Sample, Stream, Subscriber, SubscriberOptions,
+};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -52,7 +54,7 @@ pub(super) const CASES: &[Case] = &[
 fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("camera/front"))?;
-    match context.publisher("camera/front").build() {
+    match context.publisher("camera/front") {
         Err(Error::NameTaken { name, holder }) => {
             ensure!(name == "camera/front", "the name {name:?}");
             ensure!(
@@ -63,7 +65,7 @@ fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
         }
         other => bail!("a taken name gave {other:?}"),
     }
-    let mut subscriber = context.subscriber("camera/front").build()?;
+    let mut subscriber = context.subscriber("camera/front")?;
     ensure!(
         subscriber.publisher_pid() == Some(peer.id() as i32),
         "the publisher's pid is the peer's"
@@ -85,8 +87,8 @@ fn dead_names_are_free(context: &Context) -> Result<()> {
         let mut peer = context.peer()?;
         peer.publish(PublisherPlan::of("heir"))?;
         peer.kill()?;
-        let publisher = context.publisher("heir").build()?;
-        let mut subscriber = context.subscriber("heir").build()?;
+        let publisher = context.publisher("heir")?;
+        let mut subscriber = context.subscriber("heir")?;
         let stream = context.stream()?;
         publisher.send_bytes(&stream, b"mine")?;
         ensure!(
@@ -104,7 +106,7 @@ fn dead_names_are_free(context: &Context) -> Result<()> {
 
 fn closed_names_are_free(context: &Context) -> Result<()> {
     for _ in 0..20 {
-        drop(context.publisher("again").build()?);
+        drop(context.publisher("again")?);
     }
     let left = std::fs::read_dir(context.domain.path())?.count();
     ensure!(left == 0, "a closed publisher leaves no file, not {left}");
@@ -112,7 +114,7 @@ fn closed_names_are_free(context: &Context) -> Result<()> {
 }
 
 fn nobody_and_somebody(context: &Context) -> Result<()> {
-    match context.subscriber("nobody").build() {
+    match context.subscriber("nobody") {
         Err(Error::NotFound { name, .. }) => ensure!(name == "nobody", "the name {name:?}"),
         other => bail!("a name that nobody publishes gave {other:?}"),
     }
@@ -122,7 +124,11 @@ fn nobody_and_somebody(context: &Context) -> Result<()> {
         wait_ms,
         ..SubscriberPlan::of("somebody")
     }))?;
-    let publisher = context.publisher("somebody").history(1).build()?;
+    let options = PublisherOptions {
+        history: 1,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("somebody", options)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     early.answer()??;
     crate::payload::Payload::of(64, 3).send(&publisher, &context.stream()?)?;
@@ -155,7 +161,13 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
         })?;
         peer.ask(&Order::SendAndWait(Batch::of(3, 64, 10 * incarnation)))?;
         if subscriber.is_none() {
-            subscriber = Some(context.subscriber("phoenix").reconnect(true).build()?);
+            subscriber = Some(Subscriber::new(
+                "phoenix",
+                SubscriberOptions {
+                    reconnect: true,
+                    ..SubscriberOptions::at(&context.domain, &context.device)
+                },
+            )?);
         }
         let Some(subscriber) = &mut subscriber else {
             unreachable!("made above")
@@ -204,7 +216,13 @@ impl Succession {
         let stream = context.stream()?;
         let mut first = context.peer()?;
         first.publish(PublisherPlan::of("phoenix"))?;
-        let mut subscriber = context.subscriber("phoenix").reconnect(true).build()?;
+        let mut subscriber = Subscriber::new(
+            "phoenix",
+            SubscriberOptions {
+                reconnect: true,
+                ..SubscriberOptions::at(&context.domain, &context.device)
+            },
+        )?;
         first.ask(&Order::SendAndWait(Batch::of(1, 64, 1)))?;
         let sample = subscriber.receive(&stream, PATIENCE)?;
         ensure!(

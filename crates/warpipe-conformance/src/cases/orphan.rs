@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Pool};
+use warpipe::{Error, Pool, PoolOptions, Subscriber, SubscriberOptions};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -80,7 +80,7 @@ fn publisher_at_work(context: &Context, name: &str) -> Result<Peer> {
 
 fn exec(context: &Context) -> Result<()> {
     let mut peer = publisher_at_work(context, "mortal")?;
-    let mut subscriber = context.subscriber("mortal").build()?;
+    let mut subscriber = context.subscriber("mortal")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
@@ -104,12 +104,7 @@ fn exec(context: &Context) -> Result<()> {
         }) => {}
         other => bail!("after the exec came {other:?}"),
     }
-    drop(
-        context
-            .publisher("mortal")
-            .build()
-            .context("the name is free")?,
-    );
+    drop(context.publisher("mortal").context("the name is free")?);
     ensure!(
         rustix::process::test_kill_process(peer.pid()).is_ok(),
         "the new program runs"
@@ -118,7 +113,7 @@ fn exec(context: &Context) -> Result<()> {
 }
 
 fn exec_of_a_holder(context: &Context) -> Result<()> {
-    let publisher = context.publisher("held").build()?;
+    let publisher = context.publisher("held")?;
     let (stream, mut peer) = (context.stream()?, context.peer()?);
     peer.subscribe("held")?;
     let loan = Payload::of(WORDS, 1).loan(&publisher, &stream)?;
@@ -140,10 +135,11 @@ fn exec_of_a_holder(context: &Context) -> Result<()> {
 
 fn rescued(context: &Context) -> Result<()> {
     let mut peer = publisher_at_work(context, "mortal")?;
-    let mut subscriber = context
-        .subscriber("mortal")
-        .orphan_timeout(Duration::from_millis(300))
-        .build()?;
+    let options = SubscriberOptions {
+        orphan_timeout: Duration::from_millis(300),
+        ..SubscriberOptions::at(&context.domain, &context.device)
+    };
+    let mut subscriber = Subscriber::new("mortal", options)?;
     let stream = context.stream()?;
     peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
     let unfinished = subscriber.receive(&stream, PATIENCE)?;
@@ -161,7 +157,7 @@ fn rescued(context: &Context) -> Result<()> {
 }
 
 fn quarantined(context: &Context) -> Result<()> {
-    let publisher = context.publisher("held").build()?;
+    let publisher = context.publisher("held")?;
     let (stream, mut peer) = (context.stream()?, context.peer()?);
     peer.subscribe("held")?;
     let loan = Payload::of(WORDS, 1).loan(&publisher, &stream)?;
@@ -184,7 +180,7 @@ fn quarantined(context: &Context) -> Result<()> {
 }
 
 fn no_names(context: &Context) -> Result<()> {
-    let queue = context.queue("jobs").build()?;
+    let queue = context.queue("jobs")?;
     let files = || std::fs::read_dir(context.domain.path()).map_or(0, Iterator::count);
     let (own, mut peer) = (files(), context.peer()?);
     peer.task(Task::Attach("jobs".into()))?;
@@ -215,10 +211,13 @@ enum End {
 /// is stored in it any more.
 fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     const BYTES: u64 = 2 << 20;
-    let builder = Pool::builder("pool")
-        .domain(&context.domain)
-        .device(&context.device);
-    let pool = builder.memory_limit(BYTES).build()?;
+    let pool = Pool::new(
+        "pool",
+        PoolOptions {
+            memory_limit: BYTES,
+            ..PoolOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     let mut peer = context.peer()?;
     let block = pool.allocate(BYTES, Duration::ZERO)?;

@@ -5,7 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
-use warpipe::{Change, Error, LentBuffer, Members, PoolClient, Semaphore, Ticket, Timeline};
+use warpipe::{
+    Change, Client, ClientOptions, Error, LentBuffer, Members, MembersOptions, OpenOptions,
+    PoolClient, Semaphore, Ticket, Timeline, TimelineOptions, Worker, WorkerOptions,
+};
 use warpipe_testkit::{Rng, eventually};
 
 use super::Case;
@@ -131,10 +134,11 @@ fn queues(context: &Context) -> Result<()> {
     let mut leased = 0;
     storm(context, |mut victim, rng, _| {
         victim.task(Task::Own("jobs".into()))?;
-        let mut worker = context
-            .worker("jobs")
-            .answer_timeout(context.wait(rng))
-            .build()?;
+        let options = WorkerOptions {
+            answer_timeout: context.wait(rng),
+            ..context.worker_options()
+        };
+        let mut worker = Worker::new("jobs", options)?;
         let batch =
             Batch::of(JOBS, WORDS, rng.u64(..) >> 16).slow(Duration::from_micros(rng.u64(..300)));
         victim.send(&Order::Task(Task::Submit {
@@ -184,7 +188,13 @@ fn servers(context: &Context) -> Result<()> {
     let mut replies = 0u64;
     let idle_ms = 1000 * PATIENCE.as_millis() as u64;
     storm(context, |mut victim, rng, kill| {
-        let client = context.client("sum").max_attempts(1000).build()?;
+        let client = Client::new(
+            "sum",
+            ClientOptions {
+                max_attempts: 1000,
+                ..ClientOptions::at(&context.domain, &context.device)
+            },
+        )?;
         let mut heir = context.peer()?;
         for peer in [&mut victim, &mut heir] {
             peer.task(Task::Serve("sum".into()))?;
@@ -243,7 +253,7 @@ fn clients(context: &Context) -> Result<()> {
         }))?;
         pause(rng, 50_000);
         victim.kill()?;
-        let client = context.client("sum").build()?;
+        let client = context.client("sum")?;
         for seed in 1000 * kill..1000 * kill + 3 {
             let input = fill_input(
                 client.loan(&input_layout(WORDS)?)?,
@@ -287,10 +297,11 @@ fn pools(context: &Context) -> Result<()> {
     let mut blocks = 0u64;
     storm(context, |mut victim, rng, seed| {
         victim.ask(&own_pool("pool"))?;
-        let client = PoolClient::opener("pool")
-            .domain(&context.domain)
-            .device(&context.device)
-            .open(Duration::ZERO)?;
+        let client = PoolClient::open(
+            "pool",
+            OpenOptions::at(&context.domain, &context.device),
+            Duration::ZERO,
+        )?;
         let ticket = victim
             .text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?
             .parse::<Ticket>()?;
@@ -379,10 +390,11 @@ fn semaphores(context: &Context) -> Result<()> {
         victim.send(&Order::Semaphore(SemaphoreOrder::BeSlow {
             slow_us: rng.u64(..2_000),
         }))?;
-        let member = Semaphore::opener("turns")
-            .domain(&context.domain)
-            .device(&context.device)
-            .open(PATIENCE)?;
+        let member = Semaphore::open(
+            "turns",
+            OpenOptions::at(&context.domain, &context.device),
+            PATIENCE,
+        )?;
         let wait = context.wait(rng);
         let outcome = kill_under(&mut victim, rng, 10_000, || {
             member.acquire(&stream, wait)?.release(&stream)?;
@@ -410,10 +422,10 @@ fn semaphores(context: &Context) -> Result<()> {
 }
 
 fn waiters(context: &Context) -> Result<()> {
-    let timeline = Timeline::builder("values")
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let timeline = Timeline::new(
+        "values",
+        TimelineOptions::at(&context.domain, &context.device),
+    )?;
     let stream = context.stream()?;
     let mut witness = context.peer()?;
     witness.signals(SignalOrder::OpenTimeline("values".into()))?;
@@ -448,7 +460,7 @@ fn waiters(context: &Context) -> Result<()> {
 }
 
 fn members(context: &Context) -> Result<()> {
-    let watch = Members::builder().domain(&context.domain).build()?;
+    let watch = Members::new(MembersOptions::at(&context.domain))?;
     let mut all = 0;
     storm(context, |mut victim, rng, kill| {
         for number in 0..3 {
@@ -497,40 +509,43 @@ type Beginning = (fn() -> Order, fn(&Context) -> warpipe::Result<()>);
 const BEGINNINGS: &[Beginning] = &[
     (
         || Order::Publish(PublisherPlan::of("new")),
-        |context| context.subscriber("new").build().map(drop),
+        |context| context.subscriber("new").map(drop),
     ),
     (
         || Order::Task(Task::Own("new".into())),
-        |context| context.worker("new").build().map(drop),
+        |context| context.worker("new").map(drop),
     ),
     (
         || own_pool("new"),
         |context| {
-            PoolClient::opener("new")
-                .domain(&context.domain)
-                .device(&context.device)
-                .open(Duration::ZERO)
-                .map(drop)
+            PoolClient::open(
+                "new",
+                OpenOptions::at(&context.domain, &context.device),
+                Duration::ZERO,
+            )
+            .map(drop)
         },
     ),
     (
         || create("new", 1),
         |context| {
-            Semaphore::opener("new")
-                .domain(&context.domain)
-                .device(&context.device)
-                .open(Duration::ZERO)
-                .map(drop)
+            Semaphore::open(
+                "new",
+                OpenOptions::at(&context.domain, &context.device),
+                Duration::ZERO,
+            )
+            .map(drop)
         },
     ),
     (
         || Order::Signals(SignalOrder::CreateTimeline("new".into())),
         |context| {
-            Timeline::opener("new")
-                .domain(&context.domain)
-                .device(&context.device)
-                .open(Duration::ZERO)
-                .map(drop)
+            Timeline::open(
+                "new",
+                OpenOptions::at(&context.domain, &context.device),
+                Duration::ZERO,
+            )
+            .map(drop)
         },
     ),
 ];

@@ -1,9 +1,10 @@
 //! Policies for a full ring of a subscriber.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Policy, Publisher, Stream};
+use warpipe::{Error, Policy, Publisher, PublisherOptions, Stream};
 use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
@@ -45,11 +46,12 @@ const WORDS: u64 = 256;
 const DEPTH: u32 = 4;
 
 fn start(context: &Context, policy: Policy) -> Result<(Publisher, Stream, Peer)> {
-    let publisher = context
-        .publisher("full")
-        .depth(DEPTH)
-        .policy(policy)
-        .build()?;
+    let options = PublisherOptions {
+        depth: DEPTH,
+        policy,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("full", options)?;
     let mut peer = context.peer()?;
     peer.subscribe("full")?;
     Ok((publisher, context.stream()?, peer))
@@ -240,11 +242,12 @@ fn policy_of_each(context: &Context) -> Result<()> {
         true => Policy::DropNewest,
         false => Policy::Block { timeout: PATIENCE },
     };
-    let publisher = context
-        .publisher("each")
-        .depth(DEPTH)
-        .policy_of(choose)
-        .build()?;
+    let options = PublisherOptions {
+        depth: DEPTH,
+        policy_of: Some(Arc::new(choose)),
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("each", options)?;
     let stream = context.stream()?;
     slow.subscribe("each")?;
     fast.subscribe("each")?;

@@ -1,10 +1,14 @@
 //! A pool: blocks that are lent to other processes, allocated by them, and come back, whichever
 //! process dies.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Access, Buffer, Error, Expiry, Kind, LentBuffer, Pool, PoolClient, Quota, Ticket};
+use warpipe::{
+    Access, Buffer, Error, Expiry, Kind, LentBuffer, OpenOptions, Pool, PoolClient, PoolOptions,
+    Quota, Ticket,
+};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -72,11 +76,13 @@ const BYTES: u64 = 2 << 20;
 
 /// A pool of one block.
 fn one(context: &Context) -> Result<Pool> {
-    Ok(Pool::builder("pool")
-        .domain(&context.domain)
-        .device(&context.device)
-        .memory_limit(BYTES)
-        .build()?)
+    Ok(Pool::new(
+        "pool",
+        PoolOptions {
+            memory_limit: BYTES,
+            ..PoolOptions::at(&context.domain, &context.device)
+        },
+    )?)
 }
 
 fn ticket_of(peer: &mut Peer, order: HolderOrder) -> Result<Ticket> {
@@ -308,10 +314,11 @@ fn remote_allocation(context: &Context) -> Result<()> {
         name: "pool".into(),
         limit: 2 * BYTES,
     }))?;
-    let client = PoolClient::opener("pool")
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
+    let client = PoolClient::open(
+        "pool",
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let blocks: Vec<LentBuffer> = (0..2)
@@ -386,10 +393,11 @@ fn killed_owner(context: &Context) -> Result<()> {
         },
     )?;
     let lent = LentBuffer::open(&ticket, &context.device, Duration::ZERO)?;
-    let client = PoolClient::opener("pool")
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
+    let client = PoolClient::open(
+        "pool",
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
     owner.kill()?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     ensure!(
@@ -418,11 +426,11 @@ fn killed_owner(context: &Context) -> Result<()> {
     }
     lent.free(&stream)?;
     drop(client);
-    match PoolClient::opener("pool")
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)
-    {
+    match PoolClient::open(
+        "pool",
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    ) {
         Err(Error::NotFound {
             kind: Kind::Pool,
             was_there: true,
@@ -434,11 +442,12 @@ fn killed_owner(context: &Context) -> Result<()> {
 
 fn other_user(context: &Context) -> Result<()> {
     open_to_others(context)?;
-    let builder = Pool::builder("pool")
-        .domain(&context.domain)
-        .device(&context.device)
-        .memory_limit(BYTES);
-    let pool = builder.allow_uids(&[NOBODY]).build()?;
+    let options = PoolOptions {
+        memory_limit: BYTES,
+        allow_uids: vec![NOBODY],
+        ..PoolOptions::at(&context.domain, &context.device)
+    };
+    let pool = Pool::new("pool", options)?;
     let zeros = |block: &Buffer| -> Result<bool> {
         Ok(block.to_vec(PATIENCE)?.iter().all(|&byte| byte == 0))
     };
@@ -500,14 +509,16 @@ fn tenants(context: &Context) -> Result<()> {
         bytes: BYTES,
         blocks: 4,
     };
-    let pool = Pool::builder("pool")
-        .domain(&context.domain)
-        .device(&context.device)
-        .memory_limit(2 * BYTES)
-        .allow_uids(&[NOBODY, OTHER])
-        .user_quota(quota)
-        .quota_for(OTHER, Quota::default())
-        .build()?;
+    let pool = Pool::new(
+        "pool",
+        PoolOptions {
+            memory_limit: 2 * BYTES,
+            allow_uids: vec![NOBODY, OTHER],
+            user_quota: quota,
+            quota_for: HashMap::from([(OTHER, Quota::default())]),
+            ..PoolOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let allocate = |bytes, wait_ms| HolderOrder::Allocate {
         name: "pool".into(),
         bytes,
@@ -570,10 +581,12 @@ fn tenants(context: &Context) -> Result<()> {
 
 fn storm(context: &Context) -> Result<()> {
     const PEERS: usize = 3;
-    let builder = Pool::builder("pool")
-        .domain(&context.domain)
-        .device(&context.device);
-    let pool = builder.memory_limit(8 * BYTES).reserve(8 * BYTES).build()?;
+    let options = PoolOptions {
+        memory_limit: 8 * BYTES,
+        reserve: 8 * BYTES,
+        ..PoolOptions::at(&context.domain, &context.device)
+    };
+    let pool = Pool::new("pool", options)?;
     let mut rng = context.rng();
     let guard = context.guard();
     let rounds = context.kills(12, 300, 90).div_ceil(PEERS as u32);

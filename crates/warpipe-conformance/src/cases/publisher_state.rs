@@ -4,7 +4,7 @@
 use std::sync::mpsc;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Device, DevicePtr, Publisher, Stream, Timeline};
+use warpipe::{Device, DevicePtr, OpenOptions, Publisher, Stream, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -24,12 +24,13 @@ const ROUNDS: usize = 8;
 fn ended_links(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.signals(SignalOrder::CreateTimeline(NAME.into()))?;
-    let timeline = Timeline::opener(NAME)
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(PATIENCE)?;
+    let timeline = Timeline::open(
+        NAME,
+        OpenOptions::at(&context.domain, &context.device),
+        PATIENCE,
+    )?;
     let (held, stream) = (context.stream()?, context.stream()?);
-    let publisher = context.publisher("frames").build()?;
+    let publisher = context.publisher("frames")?;
     timeline.wait(&held, 1)?;
     let (done_sender, done_receiver) = mpsc::channel();
     let (publisher, stream) = (&publisher, &stream);
@@ -66,7 +67,7 @@ fn come_and_go(
 ) -> Result<Vec<DevicePtr>> {
     let mut allocated = Vec::new();
     for round in 0..ROUNDS {
-        let mut subscriber = context.subscriber("frames").build().context("a newcomer")?;
+        let mut subscriber = context.subscriber("frames").context("a newcomer")?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         publisher.send_bytes(stream, &[round as u8])?;
         let sample = subscriber.receive(stream, PATIENCE)?;

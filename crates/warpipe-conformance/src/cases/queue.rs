@@ -6,7 +6,9 @@ mod order;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, JobEnd, JobHandle, JobResult, Queue, QueueState, ResultOrder, Stream};
+use warpipe::{
+    Error, JobEnd, JobHandle, JobResult, Queue, QueueOptions, QueueState, ResultOrder, Stream,
+};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -148,7 +150,7 @@ fn in_order_of_submission(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
+    let queue = context.queue("jobs")?;
     let mut workers = vec![
         worker(context, "jobs")?,
         worker(context, "jobs")?,
@@ -206,11 +208,12 @@ fn leased_lines(peer: &mut Peer) -> Result<u64> {
 
 fn as_completed(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context
-        .queue("jobs")
-        .prefetch(1)
-        .order(ResultOrder::Completion)
-        .build()?;
+    let options = QueueOptions {
+        prefetch: 1,
+        order: ResultOrder::Completion,
+        ..context.queue_options()
+    };
+    let queue = Queue::new("jobs", options)?;
     let (mut first, mut second) = (worker(context, "jobs")?, worker(context, "jobs")?);
     queue.wait_for_workers(2, PATIENCE)?;
     (0..2).try_for_each(|seed| submit(&queue, &stream, seed, Duration::ZERO).map(drop))?;
@@ -228,7 +231,13 @@ fn as_completed(context: &Context) -> Result<()> {
 
 fn answers(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").max_attempts(3).build()?;
+    let queue = Queue::new(
+        "jobs",
+        QueueOptions {
+            max_attempts: 3,
+            ..context.queue_options()
+        },
+    )?;
     let mut peer = worker(context, "jobs")?;
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
     for (attempt, reply) in [
@@ -280,11 +289,14 @@ fn answers(context: &Context) -> Result<()> {
 
 fn back_pressure(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context
-        .queue("jobs")
-        .limit(2)
-        .submit_timeout(Duration::from_millis(20))
-        .build()?;
+    let queue = Queue::new(
+        "jobs",
+        QueueOptions {
+            limit: 2,
+            submit_timeout: Duration::from_millis(20),
+            ..context.queue_options()
+        },
+    )?;
     let jobs = (0..2)
         .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
         .collect::<Result<Vec<_>>>()?;
@@ -315,10 +327,13 @@ fn back_pressure(context: &Context) -> Result<()> {
 
 fn lease_timeout(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let options = context.queue("jobs").prefetch(1).max_attempts(HEIRS + 2);
-    let queue = options
-        .lease_timeout(Some(Duration::from_millis(300)))
-        .build()?;
+    let options = QueueOptions {
+        prefetch: 1,
+        max_attempts: HEIRS + 2,
+        lease_timeout: Some(Duration::from_millis(300)),
+        ..context.queue_options()
+    };
+    let queue = Queue::new("jobs", options)?;
     let mut hung = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
@@ -402,7 +417,13 @@ fn come_and_go(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let queue = context.queue("jobs").prefetch(4).build()?;
+    let queue = Queue::new(
+        "jobs",
+        QueueOptions {
+            prefetch: 4,
+            ..context.queue_options()
+        },
+    )?;
     let mut leaver = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let jobs = (0..4)
@@ -439,7 +460,7 @@ fn come_and_go(context: &Context) -> Result<()> {
 
 fn drain_and_shutdown(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
+    let queue = context.queue("jobs")?;
     let mut peer = worker(context, "jobs")?;
     let jobs = (0..6)
         .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
@@ -485,7 +506,7 @@ fn result_after_owner_death(context: &Context) -> Result<()> {
         batch: Batch::of(1, WORDS, 1),
     })?;
     let stream = context.stream()?;
-    let mut worker = context.worker("jobs").build()?;
+    let mut worker = context.worker("jobs")?;
     let held = worker.lease(&stream, PATIENCE)?;
     held.to_vec(PATIENCE)?;
     owner.kill()?;
@@ -511,8 +532,8 @@ fn result_after_owner_death(context: &Context) -> Result<()> {
 
 fn plain_subscriber(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
-    let built = context.subscriber("jobs").build();
+    let queue = context.queue("jobs")?;
+    let built = context.subscriber("jobs");
     ensure!(
         matches!(built, Err(Error::OtherKind { .. })),
         "a subscriber of a queue got {built:?}"

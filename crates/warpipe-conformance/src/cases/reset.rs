@@ -4,7 +4,10 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Device, DeviceFault, Error, Memory, Publisher, Subscriber, Timeline};
+use warpipe::{
+    Device, DeviceFault, Error, Memory, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+    Timeline, TimelineOptions,
+};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -34,14 +37,14 @@ fn is_reset<T: Debug>(what: &str, outcome: Result<T, impl Into<Error>>) -> Resul
 fn reset(context: &Context) -> Result<()> {
     let graphs = Graphs::of(context)?;
     let stream = context.stream()?;
-    let publisher = context.publisher("before").build()?;
-    let mut subscriber = context.subscriber("before").build()?;
+    let publisher = context.publisher("before")?;
+    let mut subscriber = context.subscriber("before")?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     let sample = subscriber.receive(&stream, PATIENCE)?;
-    let timeline = Timeline::builder("steps")
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let timeline = Timeline::new(
+        "steps",
+        TimelineOptions::at(&context.domain, &context.device),
+    )?;
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     fill(&memory, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
@@ -72,14 +75,8 @@ fn reset(context: &Context) -> Result<()> {
         wrong == 0,
         "{wrong} wrong words: the old memory was freed in the new context"
     );
-    let publisher = Publisher::builder("after")
-        .domain(&context.domain)
-        .device(&device)
-        .build()?;
-    let subscriber = Subscriber::builder("after")
-        .domain(&context.domain)
-        .device(&device);
-    let mut subscriber = subscriber.build()?;
+    let publisher = Publisher::new("after", PublisherOptions::at(&context.domain, &device))?;
+    let mut subscriber = Subscriber::new("after", SubscriberOptions::at(&context.domain, &device))?;
     Payload::of(WORDS, 4).send(&publisher, &stream_after)?;
     let wrong = error_counters.finish(subscriber.receive(&stream_after, PATIENCE)?)?;
     ensure!(

@@ -9,7 +9,8 @@ use anyhow::{Result, bail, ensure};
 use warpipe::backend::testing::{Failing, Hook, Wrapped};
 use warpipe::backend::{Backend, StreamOp};
 use warpipe::{
-    DType, Device, Error, Layout, Policy, Publisher, RawStream, SampleMut, Stream, Subscriber,
+    DType, Device, Error, Layout, Policy, Publisher, PublisherOptions, RawStream, SampleMut,
+    Stream, Subscriber,
 };
 use warpipe_testkit::eventually;
 
@@ -59,15 +60,15 @@ impl Tight {
     fn new(context: &Context) -> Result<Tight> {
         let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
         let device = Device::from_backend(failing.clone());
-        let builder = context
-            .publisher("tight")
-            .device(&device)
-            .memory_limit(8 * WORDS * SLOTS as u64);
-        let publisher = builder
-            .depth(1)
-            .policy(Policy::Fail)
-            .loan_timeout(Duration::ZERO)
-            .build()?;
+        let options = PublisherOptions {
+            device: Some(device.clone()),
+            memory_limit: 8 * WORDS * SLOTS as u64,
+            depth: 1,
+            policy: Policy::Fail,
+            loan_timeout: Duration::ZERO,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        };
+        let publisher = Publisher::new("tight", options)?;
         let (gate, opened) = mpsc::channel::<()>();
         let held = device.stream()?;
         let tight = Tight {
@@ -101,7 +102,7 @@ impl Tight {
     /// One slot stays in use until the gate is opened, and dropping it writes no samples in the
     /// others.
     fn check(self, context: &Context) -> Result<()> {
-        let subscriber = context.subscriber("tight").build()?;
+        let subscriber = context.subscriber("tight")?;
         self.check_with(context, subscriber)
     }
 
@@ -146,7 +147,7 @@ impl Tight {
 
 fn failed_copy(context: &Context) -> Result<()> {
     let tight = Tight::new(context)?;
-    let mut full = context.subscriber("tight").build()?;
+    let mut full = context.subscriber("tight")?;
     let stream = context.stream()?;
     // It has no room for more.
     Payload::of(WORDS, 98).send(&tight.publisher, &tight.publisher.device().stream()?)?;
@@ -172,7 +173,7 @@ fn failed_copy(context: &Context) -> Result<()> {
 
 fn refused_send(context: &Context) -> Result<()> {
     let tight = Tight::new(context)?;
-    let mut subscriber = context.subscriber("tight").build()?;
+    let mut subscriber = context.subscriber("tight")?;
     let stream = context.stream()?;
     let loan = Payload::of(WORDS, 99).loan(&tight.publisher, &tight.held)?;
     tight.failing.hook().aim("batch", 1);
@@ -248,13 +249,16 @@ fn departed_reader(context: &Context) -> Result<()> {
     let backend = Wrapped::new(context.device.backend().clone(), Departing::default());
     let device = Device::from_backend(backend.clone());
     let layout = Layout::bytes_only(2 << 20)?;
-    let builder = context
-        .publisher("departed")
-        .device(&device)
-        .memory_limit(2 << 20)
-        .loan_timeout(Duration::ZERO);
-    let publisher = Arc::new(builder.build()?);
-    let subscriber = context.subscriber("departed").build()?;
+    let publisher = Arc::new(Publisher::new(
+        "departed",
+        PublisherOptions {
+            device: Some(device.clone()),
+            memory_limit: 2 << 20,
+            loan_timeout: Duration::ZERO,
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?);
+    let subscriber = context.subscriber("departed")?;
     let (gate, opened) = mpsc::channel::<()>();
     let held = device.stream()?;
     let loan = publisher.loan(&layout)?;

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Kind, Semaphore};
+use warpipe::{Error, Kind, OpenOptions, Semaphore, SemaphoreOptions};
 use warpipe_testkit::{Rng, eventually};
 
 use super::Case;
@@ -80,11 +80,13 @@ const PROCESSES: usize = 16;
 const FOR_EVER: Duration = Duration::from_secs(10);
 
 fn create(context: &Context, permits: u32) -> Result<Semaphore> {
-    Ok(Semaphore::builder(NAME)
-        .permits(permits)
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?)
+    Ok(Semaphore::new(
+        NAME,
+        SemaphoreOptions {
+            permits,
+            ..SemaphoreOptions::at(&context.domain, &context.device)
+        },
+    )?)
 }
 
 fn open(context: &Context) -> Result<Peer> {
@@ -361,10 +363,11 @@ fn killed_while_connecting(context: &Context) -> Result<()> {
         // Another one each time, which is not connected to anybody; or the creator.
         let survivor = match round % 3 {
             0 => semaphore.clone(),
-            _ => Semaphore::opener(NAME)
-                .domain(&context.domain)
-                .device(&context.device)
-                .open(Duration::ZERO)?,
+            _ => Semaphore::open(
+                NAME,
+                OpenOptions::at(&context.domain, &context.device),
+                Duration::ZERO,
+            )?,
         };
         let spins = rng.u32(..40_000);
         let acquired = std::thread::scope(|scope| {
@@ -422,10 +425,11 @@ fn both_killed(context: &Context) -> Result<()> {
                 permits: 1,
             },
         )?;
-        let semaphore = Semaphore::opener(NAME)
-            .domain(&context.domain)
-            .device(&context.device)
-            .open(Duration::ZERO)?;
+        let semaphore = Semaphore::open(
+            NAME,
+            OpenOptions::at(&context.domain, &context.device),
+            Duration::ZERO,
+        )?;
         let stream = context.stream()?;
         let mut victim = open(context)?;
         ask(
@@ -461,10 +465,11 @@ fn killed_creator(context: &Context) -> Result<()> {
             permits: 1,
         },
     )?;
-    let semaphore = Semaphore::opener(NAME)
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
+    let semaphore = Semaphore::open(
+        NAME,
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
     let stream = context.stream()?;
     let permit = semaphore.acquire(&stream, PATIENCE)?;
     let mut waiter = open(context)?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Client, Error, JobEnd, Pending, Stream};
+use warpipe::{Client, ClientOptions, Error, JobEnd, Pending, Stream};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -111,7 +111,11 @@ fn fail_over(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let client = context.client("sum").prefetch(1).build()?;
+    let options = ClientOptions {
+        prefetch: 1,
+        ..ClientOptions::at(&context.domain, &context.device)
+    };
+    let client = Client::new("sum", options)?;
     let (mut victim, mut heir) = (server(context, "sum")?, server(context, "sum")?);
     let pending = ask(&client, &stream, 4, PATIENCE)?;
     // The server that gets it attaches by accepting; the other one waits for its turn.
@@ -140,7 +144,7 @@ fn fail_over(context: &Context) -> Result<()> {
 
 fn late_server(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let client = context.client("sum").build()?;
+    let client = context.client("sum")?;
     let pending = ask(&client, &stream, 7, PATIENCE)?;
     let mut late = server(context, "sum")?;
     late.lease(Task::Accept)?;
@@ -154,7 +158,13 @@ fn late_server(context: &Context) -> Result<()> {
 
 fn deadline(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let client = context.client("sum").prefetch(4).build()?;
+    let client = Client::new(
+        "sum",
+        ClientOptions {
+            prefetch: 4,
+            ..ClientOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let pending = ask(&client, &stream, 1, Duration::from_millis(30))?;
     let late = pending.wait(&stream, PATIENCE);
     ensure!(
@@ -222,7 +232,11 @@ fn deadline(context: &Context) -> Result<()> {
 
 fn refusal(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let client = context.client("sum").max_attempts(2).build()?;
+    let options = ClientOptions {
+        max_attempts: 2,
+        ..ClientOptions::at(&context.domain, &context.device)
+    };
+    let client = Client::new("sum", options)?;
     let mut server = server(context, "sum")?;
     let pending = ask(&client, &stream, 1, PATIENCE)?;
     server.lease(Task::Accept)?;
@@ -267,7 +281,7 @@ fn killed_client(context: &Context) -> Result<()> {
     }))?;
     server.lease(Task::Accept)?;
     victim.kill()?;
-    let client = context.client("sum").build()?;
+    let client = context.client("sum")?;
     let pending = ask(&client, &stream, 5, PATIENCE)?;
     server.lease(Task::Accept)?;
     let answer = server.try_ask(&Order::Task(Task::Answer(Reply::Complete { slow_us: 0 })))?;

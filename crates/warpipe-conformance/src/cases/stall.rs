@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{PeerState, Policy, Publisher};
+use warpipe::{PeerState, Policy, Publisher, PublisherOptions};
 use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
@@ -53,11 +53,12 @@ fn state_becomes(publisher: &Publisher, wanted: PeerState) -> Result<()> {
 }
 
 fn stalled_subscriber(context: &Context) -> Result<()> {
-    let publisher = context
-        .publisher("patient")
-        .depth(4)
-        .policy(Policy::Block { timeout: PATIENCE })
-        .build()?;
+    let options = PublisherOptions {
+        depth: 4,
+        policy: Policy::Block { timeout: PATIENCE },
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("patient", options)?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("patient")?;
@@ -81,7 +82,7 @@ fn stalled_subscriber(context: &Context) -> Result<()> {
 fn stalled_publisher(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("slow"))?;
-    let mut subscriber = context.subscriber("slow").build()?;
+    let mut subscriber = context.subscriber("slow")?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
@@ -128,11 +129,15 @@ fn the_end(items: &[Item]) -> Result<&str> {
 }
 
 fn eviction(context: &Context) -> Result<()> {
-    let builder = context
-        .publisher("strict")
-        .depth(4)
-        .policy(Policy::Block { timeout: PATIENCE });
-    let publisher = builder.evict_after(Some(Duration::from_secs(1))).build()?;
+    let publisher = Publisher::new(
+        "strict",
+        PublisherOptions {
+            depth: 4,
+            policy: Policy::Block { timeout: PATIENCE },
+            evict_after: Some(Duration::from_secs(1)),
+            ..PublisherOptions::at(&context.domain, &context.device)
+        },
+    )?;
     let stream = context.stream()?;
     let (mut idler, mut worker) = (context.peer()?, context.peer()?);
     idler.subscribe("strict")?;
@@ -209,11 +214,13 @@ fn both_stopped(context: &Context) -> Result<()> {
 
 fn evicted_holder(context: &Context) -> Result<()> {
     let slot = 512 << 10;
-    let builder = context
-        .publisher("strict")
-        .memory_limit(4 * slot)
-        .loan_timeout(PATIENCE);
-    let publisher = builder.evict_after(Some(Duration::from_secs(1))).build()?;
+    let options = PublisherOptions {
+        memory_limit: 4 * slot,
+        loan_timeout: PATIENCE,
+        evict_after: Some(Duration::from_secs(1)),
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("strict", options)?;
     let stream = context.stream()?;
     let mut holder = context.peer()?;
     holder.subscribe("strict")?;

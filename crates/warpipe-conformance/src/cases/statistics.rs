@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::statistics::{Observer, Process, RegionId, Role, SlowPath};
-use warpipe::{Device, Error, Memory, Timeline};
+use warpipe::{
+    Device, Error, Memory, OpenOptions, Subscriber, SubscriberOptions, Timeline, TimelineOptions,
+};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -26,7 +28,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 fn identity(context: &Context) -> Result<()> {
-    let publisher = context.publisher("seen").build()?;
+    let publisher = context.publisher("seen")?;
     let mut peers = [context.peer()?, context.peer()?];
     for peer in &mut peers {
         peer.subscribe("seen")?;
@@ -78,15 +80,16 @@ fn own_page() -> Result<Process> {
 fn slow_paths(context: &Context) -> Result<()> {
     const BYTES: usize = 100_000;
     // An endpoint that ticks: the page is written with its ticks.
-    let _publisher = context.publisher("ticks").build()?;
-    let timeline = Timeline::builder("blocks")
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
-    let blocks = Timeline::opener("blocks")
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
+    let _publisher = context.publisher("ticks")?;
+    let timeline = Timeline::new(
+        "blocks",
+        TimelineOptions::at(&context.domain, &context.device),
+    )?;
+    let blocks = Timeline::open(
+        "blocks",
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
     let before = own_page()?;
     let stream = context.stream()?;
     let memory = Memory::allocate(&context.device, BYTES as u64)?;
@@ -100,7 +103,11 @@ fn slow_paths(context: &Context) -> Result<()> {
     memory.copy_to(0, &mut bytes, PATIENCE)?;
     let is_cuda = context.settings.backend == Backend::Cuda;
     if is_cuda {
-        let refused = context.subscriber("ticks").device(&Device::host()).build();
+        let options = SubscriberOptions {
+            device: Some(Device::host()),
+            ..SubscriberOptions::at(&context.domain, &context.device)
+        };
+        let refused = Subscriber::new("ticks", options);
         ensure!(
             matches!(refused, Err(Error::Handshake { .. })),
             "a subscriber on the host of a GPU's publisher: {refused:?}"

@@ -4,7 +4,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Sample, Stream, Subscriber};
+use warpipe::{Error, Publisher, PublisherOptions, Sample, Stream, Subscriber, SubscriberOptions};
 use warpipe_testkit::{Rng, eventually, pick};
 
 use super::Case;
@@ -248,7 +248,7 @@ fn publishers(context: &Context) -> Result<()> {
     let kills = context.kills(25, 500, 100);
     for kill in 1..=kills {
         let mut peer = streamer(context, &mut rng, false)?;
-        let mut subscriber = context.subscriber("storm").build()?;
+        let mut subscriber = context.subscriber("storm")?;
         let dice = Rng::with_seed(rng.u64(..));
         let drain = || drain(&mut subscriber, &stream, &mut error_counters, dice);
         one_kill(&mut peer, drain, &mut rng, &mut toll).with_context(|| format!("kill {kill}"))?;
@@ -267,7 +267,11 @@ fn reconnecting(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     let mut toll = Toll::default();
     let mut peer = streamer(context, &mut rng, true)?;
-    let mut subscriber = context.subscriber("storm").reconnect(true).build()?;
+    let options = SubscriberOptions {
+        reconnect: true,
+        ..SubscriberOptions::at(&context.domain, &context.device)
+    };
+    let mut subscriber = Subscriber::new("storm", options)?;
     let kills = context.kills(15, 200, 50);
     for kill in 1..=kills {
         if kill > 1 {
@@ -298,7 +302,13 @@ fn sleeping(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     let mut toll = Toll::default();
     let mut peer = speaker(context, &mut rng)?;
-    let subscriber = context.subscriber("storm").reconnect(true).build()?;
+    let subscriber = Subscriber::new(
+        "storm",
+        SubscriberOptions {
+            reconnect: true,
+            ..SubscriberOptions::at(&context.domain, &context.device)
+        },
+    )?;
     // Only then has it received the history.
     peer.ask(&Order::AwaitSubscribers(1))?;
     let (stream, error_counters, dice) = (
@@ -354,15 +364,16 @@ fn speaker(context: &Context, rng: &mut Rng) -> Result<Peer> {
 fn subscribers(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     let slots = 8;
-    let builder = context
-        .publisher("storm")
-        .depth(4)
-        .memory_limit(slots * (256 << 10))
-        .loan_timeout(PATIENCE);
-    let publisher = builder.build()?;
+    let options = PublisherOptions {
+        depth: 4,
+        memory_limit: slots * (256 << 10),
+        loan_timeout: PATIENCE,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new("storm", options)?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
-    let mut witness = context.subscriber("storm").build()?;
+    let mut witness = context.subscriber("storm")?;
     let mut send = |count: u64| -> Result<()> {
         for _ in 0..count {
             let sequence = Payload::of((256 << 10) / 8, count).send(&publisher, &stream)?;

@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{
-    Access, Device, DeviceId, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream,
-    Timeline,
+    Access, Device, DeviceId, Error, Event, EventOptions, Layout, LentBuffer, Memory, OpenOptions,
+    Pool, PoolOptions, Semaphore, SemaphoreOptions, Stream, Timeline, TimelineOptions,
 };
 
 use super::Case;
@@ -56,8 +56,8 @@ fn refused<T: Debug>(what: &str, outcome: Result<T, impl Into<Error>>) -> Result
 
 fn channels(context: &Context) -> Result<()> {
     let (stream, foreign) = (context.stream()?, foreign(context)?);
-    let publisher = context.publisher("frames").build()?;
-    let mut subscriber = context.subscriber("frames").build()?;
+    let publisher = context.publisher("frames")?;
+    let mut subscriber = context.subscriber("frames")?;
     let layout = Layout::bytes_only(4)?;
     refused("send_bytes", publisher.send_bytes(&foreign, b"lost"))?;
     let mut loan = publisher.loan(&layout)?;
@@ -99,8 +99,8 @@ fn channels(context: &Context) -> Result<()> {
 
 fn queues(context: &Context) -> Result<()> {
     let (stream, foreign) = (context.stream()?, foreign(context)?);
-    let queue = context.queue("jobs").build()?;
-    let mut worker = context.worker("jobs").build()?;
+    let queue = context.queue("jobs")?;
+    let mut worker = context.worker("jobs")?;
     let mut loan = queue.loan(&Layout::bytes_only(3)?)?;
     refused("write", loan.write(&foreign, b"job"))?;
     loan.write(&stream, b"job")?;
@@ -130,7 +130,7 @@ fn queues(context: &Context) -> Result<()> {
     refused("next_result", queue.next_result(&foreign, PATIENCE))?;
     job.wait(&stream, PATIENCE)?.finish()?;
 
-    let mut server = context.server("answers").build()?;
+    let mut server = context.server("answers")?;
     refused("accept", server.accept(&foreign, Duration::ZERO))?;
     Ok(())
 }
@@ -142,25 +142,22 @@ fn words_and_memory(context: &Context) -> Result<()> {
         &context.device,
         &context.domain,
     );
-    let timeline = Timeline::builder("steps")
-        .domain(domain)
-        .device(device)
-        .build()?;
+    let timeline = Timeline::new("steps", TimelineOptions::at(domain, device))?;
     refused("signal", timeline.signal(&foreign, 1, PATIENCE))?;
     timeline.signal(&stream, 1, PATIENCE)?;
     refused("wait", timeline.wait(&foreign, 1))?;
 
-    let event = Event::builder().domain(domain).device(device).build()?;
+    let event = Event::new(EventOptions::at(domain, device))?;
     refused("record", event.record(&foreign, PATIENCE))?;
     event.record(&stream, PATIENCE)?;
     refused("wait", event.wait(&foreign))?;
     event.synchronize(PATIENCE)?;
 
-    let semaphore = Semaphore::builder("permits")
-        .permits(1)
-        .domain(domain)
-        .device(device)
-        .build()?;
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(domain, device)
+    };
+    let semaphore = Semaphore::new("permits", options)?;
     refused("acquire", semaphore.acquire(&foreign, PATIENCE))?;
     refused(
         "release",
@@ -169,10 +166,7 @@ fn words_and_memory(context: &Context) -> Result<()> {
 
     let memory = Memory::allocate(device, 4)?;
     refused("a write", memory.write(&foreign, 0, b"lost"))?;
-    let pool = Pool::builder("scratch")
-        .domain(domain)
-        .device(device)
-        .build()?;
+    let pool = Pool::new("scratch", PoolOptions::at(domain, device))?;
     let block = pool.allocate(4, Duration::ZERO)?;
     refused("a block's write", block.write(&foreign, 0, b"lost"))?;
     let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device, Duration::ZERO)?;
@@ -187,22 +181,20 @@ fn words_and_memory(context: &Context) -> Result<()> {
 /// The CPU must get through all of it before the stream goes on: nothing else releases it.
 fn written_behind(context: &Context) -> Result<()> {
     let (stream, device) = (context.stream()?, &context.device);
-    let steps = Timeline::builder("steps")
-        .domain(&context.domain)
-        .device(device)
-        .build()?;
-    let waiting = Timeline::opener("steps")
-        .domain(&context.domain)
-        .device(device)
-        .open(Duration::ZERO)?;
+    let steps = Timeline::new("steps", TimelineOptions::at(&context.domain, device))?;
+    let waiting = Timeline::open(
+        "steps",
+        OpenOptions::at(&context.domain, device),
+        Duration::ZERO,
+    )?;
     let bytes: Vec<u8> = (0..3 << 20).map(|place: u32| (place % 251) as u8).collect();
     let (mut written, mut memory) = (Vec::new(), Vec::new());
     for length in [4, 4096, 65_536, 65_537, 1 << 20, bytes.len()] {
         memory.push(Memory::allocate(device, length as u64)?);
         written.push(&bytes[..length]);
     }
-    let publisher = context.publisher("frames").build()?;
-    let mut subscriber = context.subscriber("frames").build()?;
+    let publisher = context.publisher("frames")?;
+    let mut subscriber = context.subscriber("frames")?;
     // Everything made on a first use is made before the stream blocks.
     publisher.send_bytes(&stream, &bytes[..8])?;
     subscriber.receive(&stream, PATIENCE)?.finish(PATIENCE)?;

@@ -3,8 +3,8 @@
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
 use anyhow::{Result, ensure};
-use warpipe::Opener;
-use warpipe::weights::{Keeper, SharedWeights};
+use warpipe::OpenOptions;
+use warpipe::weights::{Keeper, KeeperOptions, SharedWeights};
 
 use super::Case;
 use crate::PATIENCE;
@@ -46,13 +46,11 @@ const FEW: Segments = Segments {
 };
 
 fn keeper(context: &Context) -> Result<Keeper> {
-    Ok(Keeper::builder(NAME).domain(&context.domain).build()?)
+    Ok(Keeper::new(NAME, KeeperOptions::at(&context.domain))?)
 }
 
-fn opener(context: &Context) -> Opener<SharedWeights> {
-    SharedWeights::opener(NAME)
-        .domain(&context.domain)
-        .device(&context.device)
+fn open_options(context: &Context) -> OpenOptions {
+    OpenOptions::at(&context.domain, &context.device)
 }
 
 fn is_freed(freed: &Receiver<()>) -> bool {
@@ -71,13 +69,13 @@ fn read(context: &Context) -> Result<()> {
     drop(tell);
     let published = weights.publish(&context.domain, NAME, PATIENCE)?;
     drop(weights);
-    let shared = opener(context).open(PATIENCE)?;
+    let shared = SharedWeights::open(NAME, open_options(context), PATIENCE)?;
     check(context, counters, &shared, 1)?;
     let mut peer = context.peer()?;
     let name = NAME.to_string();
     peer.ask(&Order::Weights(WeightsOrder::Open { name, seed: 1 }))?;
     ensure!(
-        opener(context).verify(PATIENCE)? == published.version(),
+        SharedWeights::verify(NAME, open_options(context), PATIENCE)? == published.version(),
         "the hashes"
     );
     let tensor = shared.tensor("t2");
@@ -100,15 +98,23 @@ fn killed(context: &Context) -> Result<()> {
         seed: 5,
     }))?;
     let counters = &mut context.error_counters()?;
-    let shared = opener(context).open(PATIENCE)?;
+    let shared = SharedWeights::open(NAME, open_options(context), PATIENCE)?;
     publisher.kill()?;
     keeper.kill()?;
     check(context, counters, &shared, 5)?;
     let next = self::keeper(context)?;
     ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
-    ensure!(opener(context).verify(PATIENCE)? == version, "the hashes");
+    ensure!(
+        SharedWeights::verify(NAME, open_options(context), PATIENCE)? == version,
+        "the hashes"
+    );
     drop(shared);
-    check(context, counters, &opener(context).open(PATIENCE)?, 5)
+    check(
+        context,
+        counters,
+        &SharedWeights::open(NAME, open_options(context), PATIENCE)?,
+        5,
+    )
 }
 
 fn shared_base(context: &Context) -> Result<()> {
@@ -121,7 +127,7 @@ fn shared_base(context: &Context) -> Result<()> {
         seed: 5,
     }))?;
     let counters = &mut context.error_counters()?;
-    let base = opener(context).open(PATIENCE)?;
+    let base = SharedWeights::open(NAME, open_options(context), PATIENCE)?;
     publisher.kill()?;
     let weights = weights_in_place::beside_base(context, &base, 5)?;
     let published = weights.publish(&context.domain, NAME, PATIENCE)?;
@@ -130,7 +136,7 @@ fn shared_base(context: &Context) -> Result<()> {
         published.wait_for_hashes(PATIENCE)?,
         "hashes that come later"
     );
-    let shared = opener(context).open(PATIENCE)?;
+    let shared = SharedWeights::open(NAME, open_options(context), PATIENCE)?;
     ensure!(
         shared.tensors().len() == 4 && shared.is_hashed(),
         "{shared:?}"
@@ -141,9 +147,17 @@ fn shared_base(context: &Context) -> Result<()> {
     drop(published);
     let next = self::keeper(context)?;
     ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
-    ensure!(opener(context).verify(PATIENCE)? == version, "the hashes");
+    ensure!(
+        SharedWeights::verify(NAME, open_options(context), PATIENCE)? == version,
+        "the hashes"
+    );
     drop(shared);
-    check(context, counters, &opener(context).open(PATIENCE)?, 5)
+    check(
+        context,
+        counters,
+        &SharedWeights::open(NAME, open_options(context), PATIENCE)?,
+        5,
+    )
 }
 
 fn many(context: &Context) -> Result<()> {
@@ -161,9 +175,9 @@ fn many(context: &Context) -> Result<()> {
     drop((weights, first));
     let next = keeper(context)?;
     ensure!(next.candidate()? == Some(1), "{:?}", next.candidate());
-    opener(context).verify(PATIENCE)?;
+    SharedWeights::verify(NAME, open_options(context), PATIENCE)?;
     drop(published);
-    let shared = opener(context).open(PATIENCE)?;
+    let shared = SharedWeights::open(NAME, open_options(context), PATIENCE)?;
     ensure!(shared.parts().count() as u64 <= COUNT, "{shared:?}");
     check(context, &mut context.error_counters()?, &shared, 9)?;
     drop(next);

@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    AllocationClient, AllocationServer, DType, DevicePtr, Error, Layout, LegacyMemory, LentBuffer,
-    Member, Memory, Published, Publisher, Sample, SampleMut, Stream, Subscriber,
+    AllocationClient, AllocationServer, AllocationServerOptions, DType, DevicePtr, Error, Layout,
+    LegacyMemory, LentBuffer, Member, MemberOptions, Memory, OpenOptions, PublishOptions,
+    Published, Publisher, PublisherOptions, Sample, SampleMut, Stream, Subscriber,
+    SubscriberOptions,
 };
 
 use super::holder::Holder;
@@ -118,12 +120,14 @@ impl Actor {
     fn carry_out(&mut self, order: Order) -> Result<Answer> {
         match order {
             Order::Publish(plan) => {
-                let builder = self.context.publisher(&plan.name);
-                self.publisher = Some(plan.apply(builder).build()?);
+                let default = PublisherOptions::at(&self.context.domain, &self.context.device);
+                self.publisher = Some(Publisher::new(&plan.name, plan.options(default))?);
             }
             Order::Subscribe(plan) => {
-                self.subscribers
-                    .push(plan.attach(self.context.subscriber(&plan.name))?);
+                self.subscribers.push(plan.attach(SubscriberOptions::at(
+                    &self.context.domain,
+                    &self.context.device,
+                ))?);
                 return Ok(Answer::Number(self.subscribers.len() as u64 - 1));
             }
             Order::AwaitSubscribers(count) => {
@@ -204,12 +208,13 @@ impl Actor {
             Order::Weights(order) => return self.weights.carry_out(&self.context, order),
             Order::OpenEvent(handle) => device_malloc::open_event(&self.context.device, &handle)?,
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
-            Order::Join { name, role } => self.members.push(
-                Member::builder(&name)
-                    .role(&role)
-                    .domain(&self.context.domain)
-                    .build()?,
-            ),
+            Order::Join { name, role } => self.members.push(Member::new(
+                &name,
+                MemberOptions {
+                    role,
+                    ..MemberOptions::at(&self.context.domain)
+                },
+            )?),
             Order::Leave => self.members.clear(),
             Order::Hung(order) => return self.hung.carry_out(&self.context, order),
             Order::Hold(order) => return self.holder.carry_out(&self.context, order),
@@ -299,7 +304,7 @@ impl Actor {
         for payload in Self::payloads(batch) {
             let memory = Memory::allocate(&self.context.device, layout.bytes())?;
             let name = format!("in-place/{}", payload.mark.seed);
-            let published = memory.publish(&self.context.domain, &name)?;
+            let published = memory.publish(&name, PublishOptions::at(&self.context.domain))?;
             let loan = self.publisher()?.loan_in(&published, 0, &layout, memory);
             let mut loan = loan?;
             payload.fill(&mut loan, &stream)?;
@@ -420,10 +425,11 @@ impl Actor {
     }
 
     fn open_share(&mut self, name: &str, number: u64, seed: u64) -> Result<()> {
-        let client = AllocationClient::opener(name)
-            .domain(&self.context.domain)
-            .device(&self.context.device)
-            .open(Duration::ZERO)?;
+        let client = AllocationClient::open(
+            name,
+            OpenOptions::at(&self.context.domain, &self.context.device),
+            Duration::ZERO,
+        )?;
         let memory = client.open_share(number, PATIENCE)?;
         let stream = self.context.stream()?;
         let wrong = wrong_words(&memory, &stream, &mut self.streams()?.error_counters, seed)?;
@@ -433,10 +439,10 @@ impl Actor {
     }
 
     fn share_segment(&mut self, name: &str, seed: u64) -> Result<Answer> {
-        let server = AllocationServer::builder(name)
-            .domain(&self.context.domain)
-            .device(&self.context.device)
-            .build()?;
+        let server = AllocationServer::new(
+            name,
+            AllocationServerOptions::at(&self.context.domain, &self.context.device),
+        )?;
         let memory = ForeignMemory::segment(&self.context, mpsc::channel().0)?;
         let number = memory.share(&server, &self.context.stream()?, seed)?;
         self.servers.push(server);

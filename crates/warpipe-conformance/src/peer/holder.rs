@@ -11,8 +11,8 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 use warpipe::{
-    Access, Buffer, Domain, LentBuffer, Memory, Pool, PoolClient, Published, SharedMemory, Stream,
-    Ticket,
+    Access, Buffer, Domain, LentBuffer, Memory, OpenOptions, Pool, PoolClient, PoolOptions,
+    PublishOptions, Published, SharedMemory, Stream, Ticket,
 };
 
 use super::order::Answer;
@@ -152,11 +152,13 @@ impl Holder {
                 let memory = Memory::allocate(device, 8 * words)?;
                 fill(&memory, stream, seed, Duration::ZERO, true)?;
                 stream.synchronize(PATIENCE)?;
-                let published = memory
-                    .publication(&name)
-                    .domain(domain)
-                    .access(access(is_writable))
-                    .build()?;
+                let published = memory.publish(
+                    &name,
+                    PublishOptions {
+                        access: access(is_writable),
+                        ..PublishOptions::at(domain)
+                    },
+                )?;
                 let ticket = published.ticket()?;
                 self.published.push(published);
                 return Ok(Answer::Text(ticket.to_string()));
@@ -199,11 +201,11 @@ impl Holder {
                 return without_descriptors(|| ticket.open(device, Duration::ZERO).map(drop));
             }
             HolderOrder::Pool { name, limit } => {
-                let pool = Pool::builder(&name)
-                    .domain(domain)
-                    .device(device)
-                    .memory_limit(limit)
-                    .build()?;
+                let options = PoolOptions {
+                    memory_limit: limit,
+                    ..PoolOptions::at(domain, device)
+                };
+                let pool = Pool::new(&name, options)?;
                 self.pool = Some(pool);
             }
             HolderOrder::Lend { bytes, seed } => {
@@ -226,12 +228,11 @@ impl Holder {
                     .iter()
                     .any(|client| client.name() == ticket.name())
                 {
-                    self.clients.push(
-                        PoolClient::opener(ticket.name())
-                            .domain(domain)
-                            .device(device)
-                            .open(Duration::ZERO)?,
-                    );
+                    self.clients.push(PoolClient::open(
+                        ticket.name(),
+                        OpenOptions::at(domain, device),
+                        Duration::ZERO,
+                    )?);
                 }
                 self.lent
                     .push(Some(LentBuffer::open(&ticket, device, Duration::ZERO)?));
@@ -250,12 +251,11 @@ impl Holder {
                 let client = match known {
                     Some(client) => client,
                     None => {
-                        self.clients.push(
-                            PoolClient::opener(&name)
-                                .domain(domain)
-                                .device(device)
-                                .open(Duration::ZERO)?,
-                        );
+                        self.clients.push(PoolClient::open(
+                            &name,
+                            OpenOptions::at(domain, device),
+                            Duration::ZERO,
+                        )?);
                         self.clients.last().context("pushed above")?.clone()
                     }
                 };

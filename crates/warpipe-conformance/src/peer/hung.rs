@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 use warpipe::{
-    Event, EventHandle, LegacyHandle, Permit, Publisher, Sample, Semaphore, Stream, Subscriber,
-    Timeline,
+    Event, EventHandle, LegacyHandle, OpenOptions, Permit, Publisher, Sample, Semaphore, Stream,
+    Subscriber, Timeline,
 };
 use warpipe_testkit::eventually;
 
@@ -110,7 +110,7 @@ impl Hung {
         match order {
             HungOrder::Calls { foreign } => return calls(context, &foreign),
             HungOrder::Publish(names) => {
-                let build = |name: String| context.publisher(&name).build();
+                let build = |name: String| context.publisher(&name);
                 self.publishers = names
                     .into_iter()
                     .map(build)
@@ -248,19 +248,21 @@ fn wait(context: &Context, name: &str, event: &str) -> Result<Waiting> {
     let streams = (0..WAITING)
         .map(|_| context.stream())
         .collect::<warpipe::Result<Vec<_>>>()?;
-    let mut subscriber = context.subscriber(name).build()?;
+    let mut subscriber = context.subscriber(name)?;
     let sample = subscriber.receive(&streams[0], PATIENCE)?;
-    let timeline = Timeline::opener(&format!("{name}/timeline"))
-        .domain(domain)
-        .device(device)
-        .open(PATIENCE)?;
+    let timeline = Timeline::open(
+        &format!("{name}/timeline"),
+        OpenOptions::at(domain, device),
+        PATIENCE,
+    )?;
     timeline.wait(&streams[1], 1)?;
     let event = Event::open(&event.parse::<EventHandle>()?, device, Duration::ZERO)?;
     event.wait(&streams[2])?;
-    let semaphore = Semaphore::opener(&format!("{name}/semaphore"))
-        .domain(domain)
-        .device(device)
-        .open(PATIENCE)?;
+    let semaphore = Semaphore::open(
+        &format!("{name}/semaphore"),
+        OpenOptions::at(domain, device),
+        PATIENCE,
+    )?;
     let permit = semaphore.acquire(&streams[3], PATIENCE)?;
     for (stream, what) in streams
         .iter()

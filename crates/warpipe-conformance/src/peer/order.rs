@@ -3,25 +3,25 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{LegacyHandle, Policy, PublisherBuilder, Subscriber, SubscriberBuilder};
+use warpipe::{LegacyHandle, Policy, PublisherOptions, Subscriber, SubscriberOptions};
 
 use super::semaphore::SemaphoreOrder;
 use super::weights::WeightsOrder;
 
-/// How a peer shall publish. The defaults are the builder's.
+/// How a peer shall publish. The defaults are the options'.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct PublisherPlan {
     /// The endpoint's name.
     pub name: String,
-    /// See [`PublisherBuilder::depth`].
+    /// See [`PublisherOptions::depth`].
     pub depth: Option<u32>,
-    /// See [`PublisherBuilder::history`].
+    /// See [`PublisherOptions::history`].
     pub history: Option<u32>,
-    /// See [`PublisherBuilder::memory_limit`].
+    /// See [`PublisherOptions::memory_limit`].
     pub memory_limit: Option<u64>,
-    /// See [`PublisherBuilder::policy`].
+    /// See [`PublisherOptions::policy`].
     pub policy: Option<PolicyPlan>,
-    /// See [`PublisherBuilder::evict_after`], in milliseconds.
+    /// See [`PublisherOptions::evict_after`], in milliseconds.
     pub evict_after_ms: Option<u64>,
 }
 
@@ -53,7 +53,7 @@ impl PolicyPlan {
 }
 
 impl PublisherPlan {
-    /// A plan with the builder's defaults.
+    /// A plan with the defaults.
     pub fn of(name: &str) -> PublisherPlan {
         PublisherPlan {
             name: name.into(),
@@ -61,20 +61,15 @@ impl PublisherPlan {
         }
     }
 
-    pub(super) fn apply(&self, mut builder: PublisherBuilder) -> PublisherBuilder {
-        if let Some(depth) = self.depth {
-            builder = builder.depth(depth);
+    pub(super) fn options(&self, default: PublisherOptions) -> PublisherOptions {
+        PublisherOptions {
+            depth: self.depth.unwrap_or(default.depth),
+            history: self.history.unwrap_or(default.history),
+            memory_limit: self.memory_limit.unwrap_or(default.memory_limit),
+            policy: self.policy.map_or(default.policy, |it| it.policy()),
+            evict_after: self.evict_after_ms.map(Duration::from_millis),
+            ..default
         }
-        if let Some(history) = self.history {
-            builder = builder.history(history);
-        }
-        if let Some(bytes) = self.memory_limit {
-            builder = builder.memory_limit(bytes);
-        }
-        if let Some(policy) = self.policy {
-            builder = builder.policy(policy.policy());
-        }
-        builder.evict_after(self.evict_after_ms.map(Duration::from_millis))
     }
 }
 
@@ -83,14 +78,14 @@ impl PublisherPlan {
 pub struct SubscriberPlan {
     /// The endpoint's name.
     pub name: String,
-    /// See [`SubscriberBuilder::reconnect`].
+    /// See [`SubscriberOptions::reconnect`].
     pub reconnect: bool,
-    /// See [`SubscriberBuilder::wait_for_publisher`], in milliseconds.
+    /// See [`Subscriber::wait_for`], in milliseconds.
     pub wait_ms: Option<u64>,
 }
 
 impl SubscriberPlan {
-    /// A plan with the builder's defaults.
+    /// A plan with the defaults.
     pub fn of(name: &str) -> SubscriberPlan {
         SubscriberPlan {
             name: name.into(),
@@ -98,9 +93,13 @@ impl SubscriberPlan {
         }
     }
 
-    pub(super) fn attach(&self, builder: SubscriberBuilder) -> warpipe::Result<Subscriber> {
+    pub(super) fn attach(&self, options: SubscriberOptions) -> warpipe::Result<Subscriber> {
         let wait = self.wait_ms.map(Duration::from_millis).unwrap_or_default();
-        builder.reconnect(self.reconnect).wait_for_publisher(wait)
+        let options = SubscriberOptions {
+            reconnect: self.reconnect,
+            ..options
+        };
+        Subscriber::wait_for(&self.name, options, wait)
     }
 }
 

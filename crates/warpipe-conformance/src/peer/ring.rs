@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
-use warpipe::{KernelRing, Memory, Stream};
+use warpipe::{KernelRing, KernelRingOptions, Memory, OpenOptions, Stream};
 use warpipe_kernels::ring::{self, Items};
 
 use super::order::Answer;
@@ -77,16 +77,14 @@ impl RingSide {
     /// # Errors
     /// Those of the ring.
     pub fn create(context: &Context, name: &str, consumers: u32) -> Result<RingSide> {
-        let mut builder = KernelRing::builder(name)
-            .domain(&context.domain)
-            .device(&context.device)
-            .slot_bytes(8 * WORDS)
-            .consumers(consumers);
-        if !context.settings.mps {
+        let options = KernelRingOptions {
+            slot_bytes: 8 * WORDS,
+            consumers,
             // The cases of one GPU run in time slices, too.
-            builder = builder.allow_time_slices();
-        }
-        RingSide::of(context, builder.build()?)
+            allow_time_slices: !context.settings.mps,
+            ..KernelRingOptions::at(&context.domain, &context.device)
+        };
+        RingSide::of(context, KernelRing::new(name, options)?)
     }
 
     /// A consumer of this case.
@@ -94,8 +92,11 @@ impl RingSide {
     /// # Errors
     /// Those of the ring.
     pub fn open(context: &Context, name: &str) -> Result<RingSide> {
-        let opener = KernelRing::opener(name).domain(&context.domain);
-        let ring = opener.device(&context.device).open(PATIENCE)?;
+        let ring = KernelRing::open(
+            name,
+            OpenOptions::at(&context.domain, &context.device),
+            PATIENCE,
+        )?;
         RingSide::of(context, ring)
     }
 
@@ -213,8 +214,11 @@ impl RingPair {
     /// # Errors
     /// Those of the rings.
     pub fn begin(context: &Context, out: KernelRing, back: &str) -> Result<RingPair> {
-        let opener = KernelRing::opener(back).domain(&context.domain);
-        let receives = opener.device(&context.device).open(PATIENCE)?;
+        let receives = KernelRing::open(
+            back,
+            OpenOptions::at(&context.domain, &context.device),
+            PATIENCE,
+        )?;
         out.wait_for_consumers(PATIENCE)?;
         Ok(RingPair {
             receives,
@@ -225,13 +229,16 @@ impl RingPair {
     }
 
     fn answer(context: &Context, out: &str, back: &str) -> Result<RingPair> {
-        let opener = KernelRing::opener(out).domain(&context.domain);
-        let receives = opener.device(&context.device).open(PATIENCE)?;
-        let builder = KernelRing::builder(back).domain(&context.domain);
-        let sends = builder
-            .device(&context.device)
-            .allow_time_slices()
-            .build()?;
+        let receives = KernelRing::open(
+            out,
+            OpenOptions::at(&context.domain, &context.device),
+            PATIENCE,
+        )?;
+        let options = KernelRingOptions {
+            allow_time_slices: true,
+            ..KernelRingOptions::at(&context.domain, &context.device)
+        };
+        let sends = KernelRing::new(back, options)?;
         sends.wait_for_consumers(PATIENCE)?;
         Ok(RingPair {
             receives,

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use rustix::mm::{MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{Device, DevicePtr, Permit, Semaphore, Stream};
+use warpipe::{Device, DevicePtr, OpenOptions, Permit, Semaphore, SemaphoreOptions, Stream};
 use warpipe_kernels as kernels;
 
 use super::order::Answer;
@@ -247,11 +247,11 @@ impl Contender {
     pub(super) fn carry_out(&mut self, context: &Context, order: SemaphoreOrder) -> Result<Answer> {
         match order {
             SemaphoreOrder::Create { name, permits } => {
-                let semaphore = Semaphore::builder(&name)
-                    .permits(permits)
-                    .domain(&context.domain)
-                    .device(&context.device)
-                    .build()?;
+                let options = SemaphoreOptions {
+                    permits,
+                    ..SemaphoreOptions::at(&context.domain, &context.device)
+                };
+                let semaphore = Semaphore::new(&name, options)?;
                 self.post = Some(Post::new(semaphore, &context.device)?);
             }
             SemaphoreOrder::Open { name, waits } => {
@@ -260,10 +260,8 @@ impl Contender {
                 } else {
                     deaf(&context.device)
                 };
-                let semaphore = Semaphore::opener(&name)
-                    .domain(&context.domain)
-                    .device(&device)
-                    .open(PATIENCE)?;
+                let semaphore =
+                    Semaphore::open(&name, OpenOptions::at(&context.domain, &device), PATIENCE)?;
                 self.post = Some(Post::new(semaphore, &device)?);
             }
             SemaphoreOrder::Acquire {

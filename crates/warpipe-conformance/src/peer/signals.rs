@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
-use warpipe::{Event, EventHandle, Recording, Stream, Timeline};
+use warpipe::{
+    Event, EventHandle, EventOptions, OpenOptions, Recording, Stream, Timeline, TimelineOptions,
+};
 
 use super::order::Answer;
 use crate::PATIENCE;
@@ -111,20 +113,14 @@ impl Signals {
                 )?));
             }
             SignalOrder::CreateTimeline(name) => {
-                self.timeline = Some(
-                    Timeline::builder(&name)
-                        .domain(domain)
-                        .device(device)
-                        .build()?,
-                )
+                self.timeline = Some(Timeline::new(&name, TimelineOptions::at(domain, device))?)
             }
             SignalOrder::OpenTimeline(name) => {
-                self.timeline = Some(
-                    Timeline::opener(&name)
-                        .domain(domain)
-                        .device(device)
-                        .open(PATIENCE)?,
-                );
+                self.timeline = Some(Timeline::open(
+                    &name,
+                    OpenOptions::at(domain, device),
+                    PATIENCE,
+                )?);
             }
             SignalOrder::Signal(value) => self.timeline()?.signal(&self.stream, value, PATIENCE)?,
             SignalOrder::SignalNow(value) => self.timeline()?.signal_now(value, PATIENCE)?,
@@ -137,7 +133,7 @@ impl Signals {
             SignalOrder::CreateEvents(count) => {
                 for _ in 0..count {
                     self.events
-                        .push(Event::builder().domain(domain).device(device).build()?);
+                        .push(Event::new(EventOptions::at(domain, device))?);
                 }
                 return Ok(Answer::Text(self.event()?.handle()?.to_string()));
             }

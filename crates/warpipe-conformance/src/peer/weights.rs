@@ -1,10 +1,11 @@
 //! What a peer has of weights.
 
 use std::sync::mpsc;
+use warpipe::OpenOptions;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
-use warpipe::weights::{Keeper, PublishedWeights, SharedWeights};
+use warpipe::weights::{Keeper, KeeperOptions, PublishedWeights, SharedWeights};
 
 use super::order::Answer;
 use crate::PATIENCE;
@@ -54,7 +55,7 @@ impl WeightsHolder {
         match order {
             WeightsOrder::Keep { name } => self
                 .keepers
-                .push(Keeper::builder(&name).domain(&context.domain).build()?),
+                .push(Keeper::new(&name, KeeperOptions::at(&context.domain))?),
             WeightsOrder::PublishInPlace {
                 name,
                 segments,
@@ -68,8 +69,11 @@ impl WeightsHolder {
                 return Ok(Answer::Number(version));
             }
             WeightsOrder::Open { name, seed } => {
-                let opener = SharedWeights::opener(&name).domain(&context.domain);
-                let shared = opener.device(&context.device).open(PATIENCE)?;
+                let shared = SharedWeights::open(
+                    &name,
+                    OpenOptions::at(&context.domain, &context.device),
+                    PATIENCE,
+                )?;
                 weights_in_place::check(context, &mut context.error_counters()?, &shared, seed)?;
                 self.shared.push(shared);
             }

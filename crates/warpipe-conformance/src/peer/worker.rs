@@ -51,8 +51,8 @@ impl WorkerActor {
     pub(super) fn carry_out(&mut self, task: Task, context: &Context) -> Result<Answer> {
         let stream = self.stream(context)?;
         match task {
-            Task::Attach(queue) => self.worker = Some(context.worker(&queue).build()?),
-            Task::Serve(service) => self.server = Some(context.server(&service).build()?),
+            Task::Attach(queue) => self.worker = Some(context.worker(&queue)?),
+            Task::Serve(service) => self.server = Some(context.server(&service)?),
             Task::Lease => {
                 let lease = self
                     .worker
@@ -79,7 +79,7 @@ impl WorkerActor {
                 return Ok(Answer::Number(self.serve(slow_us, idle_ms, &stream)?));
             }
             Task::Leave => (self.worker, self.server) = (None, None),
-            Task::Own(queue) => self.queue = Some(context.queue(&queue).build()?),
+            Task::Own(queue) => self.queue = Some(context.queue(&queue)?),
             Task::Submit { queue, batch } => self.submit(&queue, batch, context, &stream)?,
             Task::Call { service, batch } => {
                 return Ok(Answer::Number(call(&service, batch, context, &stream)?));
@@ -134,7 +134,7 @@ impl WorkerActor {
         stream: &Stream,
     ) -> Result<()> {
         if self.queue.is_none() {
-            self.queue = Some(context.queue(name).build()?);
+            self.queue = Some(context.queue(name)?);
         }
         let queue = self.queue.as_ref().context("made above")?;
         for index in 0..batch.count {
@@ -159,7 +159,7 @@ impl WorkerActor {
 }
 
 fn call(service: &str, batch: Batch, context: &Context, stream: &Stream) -> Result<u64> {
-    let client = context.client(service).build()?;
+    let client = context.client(service)?;
     let mut right = 0;
     for seed in (batch.seed..).take(batch.count as usize) {
         let input = fill_input(

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{DType, Error, Layout, Publisher, Sample, Stream, Subscriber};
+use warpipe::{DType, Error, Layout, Publisher, PublisherOptions, Sample, Stream, Subscriber};
 
 use super::{Site, Workload};
 use crate::payload::{ErrorCounters, Payload, PayloadMark};
@@ -32,11 +32,12 @@ pub(super) fn open(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
     let (sending, receiving) = (context.stream()?, context.stream()?);
     let error_counters = site.apart(|| Ok(context.error_counters()?))?;
-    let publisher = context
-        .publisher(&site.name_of("channel"))
-        .history(1)
-        .loan_timeout(site.patience)
-        .build()?;
+    let options = PublisherOptions {
+        history: 1,
+        loan_timeout: site.patience,
+        ..PublisherOptions::at(&context.domain, &context.device)
+    };
+    let publisher = Publisher::new(&site.name_of("channel"), options)?;
     let subscriber = Some(join(&site)?);
     Ok(Box::new(Channel {
         subscriber,
@@ -52,7 +53,7 @@ pub(super) fn open(site: Site) -> Result<Box<dyn Workload>> {
 }
 
 fn join(site: &Site) -> Result<Subscriber> {
-    Ok(site.context.subscriber(&site.name_of("channel")).build()?)
+    Ok(site.context.subscriber(&site.name_of("channel"))?)
 }
 
 impl Channel {
@@ -137,8 +138,7 @@ impl Channel {
         let mut late = self
             .site
             .context
-            .subscriber(&self.site.name_of("channel"))
-            .build()?;
+            .subscriber(&self.site.name_of("channel"))?;
         let sample = late.receive(&self.receiving, self.site.patience)?;
         let found = PayloadMark::of(sample.metadata()).map(|mark| mark.seed);
         ensure!(

@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Client, Error, JobResult, Lease, Loan, Pending, Queue, Server, Stream, Worker};
+use warpipe::{
+    Client, ClientOptions, Error, JobResult, Lease, Loan, Pending, Queue, QueueOptions, Server,
+    Stream, Worker, WorkerOptions,
+};
 
 use super::{Site, Workload};
 use crate::payload::{fill_input, input_layout, result_of, work};
@@ -28,13 +31,14 @@ struct Jobs {
 pub(super) fn queue(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
     let (submitting, working) = (context.stream()?, context.stream()?);
-    let queue = context
-        .queue(&site.name_of("queue"))
-        .max_attempts(ATTEMPTS)
-        .submit_timeout(site.patience)
+    let options = QueueOptions {
+        max_attempts: ATTEMPTS,
+        submit_timeout: site.patience,
         // Calls of the driver that it makes to let a worker in may hang for as long.
-        .handshake_timeout(site.patience)
-        .build()?;
+        handshake_timeout: site.patience,
+        ..context.queue_options()
+    };
+    let queue = Queue::new(&site.name_of("queue"), options)?;
     let worker = Some(attach(&site)?);
     Ok(Box::new(Jobs {
         worker,
@@ -47,11 +51,11 @@ pub(super) fn queue(site: Site) -> Result<Box<dyn Workload>> {
 }
 
 fn attach(site: &Site) -> Result<Worker> {
-    Ok(site
-        .context
-        .worker(&site.name_of("queue"))
-        .answer_timeout(site.patience)
-        .build()?)
+    let options = WorkerOptions {
+        answer_timeout: site.patience,
+        ..site.context.worker_options()
+    };
+    Ok(Worker::new(&site.name_of("queue"), options)?)
 }
 
 fn input(site: &Site, loan: Loan, seed: u64, stream: &Stream) -> Result<Loan> {
@@ -148,12 +152,13 @@ struct Service {
 pub(super) fn service(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
     let (asking, serving) = (context.stream()?, context.stream()?);
-    let client = context
-        .client(&site.name_of("service"))
-        .max_attempts(ATTEMPTS)
-        .loan_timeout(site.patience)
-        .build()?;
-    let server = context.server(&site.name_of("service")).build()?;
+    let options = ClientOptions {
+        max_attempts: ATTEMPTS,
+        loan_timeout: site.patience,
+        ..ClientOptions::at(&context.domain, &context.device)
+    };
+    let client = Client::new(&site.name_of("service"), options)?;
+    let server = context.server(&site.name_of("service"))?;
     Ok(Box::new(Service {
         server,
         client,

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use warpipe::{Access, DeviceSlice, LentBuffer, Memory, Pool, PoolClient, Stream};
+use warpipe::{
+    Access, DeviceSlice, LentBuffer, Memory, OpenOptions, Pool, PoolClient, PoolOptions,
+    PublishOptions, Stream,
+};
 
 use super::{Site, Workload};
 use crate::device_malloc::{self, DeviceMalloc};
@@ -46,16 +49,17 @@ pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
         context.stream()?,
         site.apart(|| Ok(context.error_counters()?))?,
     );
-    let pool = Pool::builder(&site.name_of("pool"))
-        .domain(&context.domain)
-        .device(&context.device)
-        .memory_limit(LIMIT)
-        .reserve(LIMIT);
-    let pool = pool.build()?;
-    let client = PoolClient::opener(&site.name_of("pool"))
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
+    let options = PoolOptions {
+        memory_limit: LIMIT,
+        reserve: LIMIT,
+        ..PoolOptions::at(&context.domain, &context.device)
+    };
+    let pool = Pool::new(&site.name_of("pool"), options)?;
+    let client = PoolClient::open(
+        &site.name_of("pool"),
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
     Ok(Box::new(Blocks {
         client,
         pool,
@@ -130,11 +134,11 @@ impl Workload for Published {
         } = self;
         let context = &site.context;
         let memory = Memory::allocate(&context.device, MIB)?;
-        let publication = memory
-            .publication(&site.name_of("memory"))
-            .domain(&context.domain)
-            .access(Access::ReadWrite);
-        let published = publication.build()?;
+        let options = PublishOptions {
+            access: Access::ReadWrite,
+            ..PublishOptions::at(&context.domain)
+        };
+        let published = memory.publish(&site.name_of("memory"), options)?;
         let opened = published.ticket()?.open(&context.device, Duration::ZERO)?;
         cross(site, error_counters, stream, &opened, &memory, seed)?;
         let (fd, info) = (memory.export_fd()?, memory.info());

@@ -2,8 +2,10 @@
 
 use anyhow::{Result, ensure};
 use std::time::Duration;
-use warpipe::OptionalExtension;
-use warpipe::{Event, Semaphore, Stream, Timeline};
+use warpipe::{
+    Event, EventOptions, Semaphore, SemaphoreOptions, Stream, Timeline, TimelineOptions,
+};
+use warpipe::{OpenOptions, OptionalExtension};
 
 use super::{Site, Workload};
 
@@ -40,14 +42,15 @@ struct Steps {
 
 pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let owner = Timeline::builder(&site.name_of("timeline"))
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
-    let opened = Timeline::opener(&site.name_of("timeline"))
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
+    let owner = Timeline::new(
+        &site.name_of("timeline"),
+        TimelineOptions::at(&context.domain, &context.device),
+    )?;
+    let opened = Timeline::open(
+        &site.name_of("timeline"),
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
     Ok(Box::new(Steps {
         opened,
         owner,
@@ -81,10 +84,7 @@ struct Recorded {
 
 pub(super) fn event(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let created = Event::builder()
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let created = Event::new(EventOptions::at(&context.domain, &context.device))?;
     let opened = Event::open(&created.handle()?, &context.device, Duration::ZERO)?;
     Ok(Box::new(Recorded {
         opened,
@@ -125,15 +125,16 @@ const PERMITS: u32 = 2;
 
 pub(super) fn semaphore(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let creator = Semaphore::builder(&site.name_of("semaphore"))
-        .permits(PERMITS)
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
-    let member = Semaphore::opener(&site.name_of("semaphore"))
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
+    let options = SemaphoreOptions {
+        permits: PERMITS,
+        ..SemaphoreOptions::at(&context.domain, &context.device)
+    };
+    let creator = Semaphore::new(&site.name_of("semaphore"), options)?;
+    let member = Semaphore::open(
+        &site.name_of("semaphore"),
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
     Ok(Box::new(Permits {
         member,
         creator,

@@ -38,7 +38,9 @@ mod stage;
 use std::process::ExitCode;
 
 use stage::{Outcome, PATIENCE, Stage, play};
-use warpipe::{DeviceKind, Policy, Publisher, Result, Subscriber};
+use warpipe::{
+    DeviceKind, Policy, Publisher, PublisherOptions, Result, Subscriber, SubscriberOptions,
+};
 
 const WIDTH: u32 = 1280;
 const HEIGHT: u32 = 720;
@@ -73,17 +75,23 @@ fn frames(stage: &Stage) -> Outcome<u64> {
 
 fn publisher(stage: &Stage, name: &str) -> Result<Publisher> {
     let policy = Policy::Block { timeout: PATIENCE };
-    Publisher::builder(name)
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .depth(DEPTH)
-        .policy(policy)
-        .build()
+    Publisher::new(
+        name,
+        PublisherOptions {
+            depth: DEPTH,
+            policy,
+            ..PublisherOptions::at(&stage.domain, &stage.device)
+        },
+    )
 }
 
 fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> {
-    let builder = Subscriber::builder(name)
-        .domain(&stage.domain)
-        .device(&stage.device);
-    builder.reconnect(reconnect).wait_for_publisher(PATIENCE)
+    Subscriber::wait_for(
+        name,
+        SubscriberOptions {
+            reconnect,
+            ..SubscriberOptions::at(&stage.domain, &stage.device)
+        },
+        PATIENCE,
+    )
 }

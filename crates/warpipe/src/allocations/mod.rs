@@ -17,7 +17,7 @@ mod shares;
 #[cfg(test)]
 mod tests;
 
-pub use self::server::{AllocationServer, AllocationServerBuilder};
+pub use self::server::{AllocationServer, AllocationServerOptions};
 pub use self::session::AllocationClient;
 pub use self::shares::AllocationStats;
 

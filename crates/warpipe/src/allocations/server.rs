@@ -9,43 +9,27 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{IpcServer, Kind};
-use crate::options::{EndpointOptions, option_setters};
+use crate::ipc::{AccessPolicy, IpcServer, Kind};
+use crate::options::{chosen_device, serve};
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
 
-/// Settings of an [`AllocationServer`]. See [`AllocationServer::builder`].
-#[derive(Debug, Clone)]
-pub struct AllocationServerBuilder {
-    name: String,
-    shared: EndpointOptions,
+/// The options of an [`AllocationServer`].
+#[derive(Debug, Clone, Default)]
+pub struct AllocationServerOptions {
+    /// The domain of its name; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device of the memory that it shares; [`Device::preferred`] by default.
+    pub device: Option<Device>,
 }
 
-impl AllocationServerBuilder {
-    option_setters! { (shared):
-        domain,
-        /// The device of the memory that it shares; [`Device::preferred`] by default.
-        device,
-    }
-
-    /// Takes the name and serves it.
-    ///
-    /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
-    /// [`Error::Driver`].
-    pub fn build(self) -> Result<AllocationServer> {
-        let name = EndpointName::new(&self.name)?;
-        let device = self.shared.device();
-        let handler = Arc::new(Shares::new(device)?);
-        let server = self
-            .shared
-            .serve(&name, Kind::Allocations, handler.clone())?;
-        Ok(AllocationServer {
-            inner: LeakOnFork::new(Inner {
-                server,
-                shares: handler,
-            }),
-        })
+impl AllocationServerOptions {
+    /// In this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> AllocationServerOptions {
+        AllocationServerOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+        }
     }
 }
 
@@ -57,19 +41,20 @@ impl AllocationServerBuilder {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{AllocationClient, AllocationServer, Device, Domain};
+/// use warpipe::{
+///     AllocationClient, AllocationServer, AllocationServerOptions, Device, Domain, OpenOptions,
+/// };
 /// # let folder = std::env::temp_dir().join(format!("warpipe-alloc-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let builder = AllocationServer::builder("tensors").domain(&domain).device(&device);
-/// let server = builder.build()?;
+/// let server = AllocationServer::new("tensors", AllocationServerOptions::at(&domain, &device))?;
 /// let stream = device.stream()?;
 /// let pointer = device.backend().allocate_plain(4096)?; // another library's cudaMalloc
 /// // SAFETY: the memory is freed below, after the receiver has released it.
 /// let number = unsafe { server.share(&stream, pointer, 4096, Box::new(()))? };
 ///
 /// // In another process, as a rule:
-/// let opener = AllocationClient::opener("tensors").domain(&domain).device(&device);
-/// let client = opener.open(Duration::ZERO)?;
+/// let options = OpenOptions::at(&domain, &device);
+/// let client = AllocationClient::open("tensors", options, Duration::ZERO)?;
 /// let memory = client.open_share(number, Duration::from_secs(1))?;
 /// assert_eq!(memory.bytes(), 4096);
 /// # drop((memory, client, server));
@@ -89,12 +74,25 @@ struct Inner {
 }
 
 impl AllocationServer {
-    /// A builder for a server of this name.
-    pub fn builder(name: &str) -> AllocationServerBuilder {
-        AllocationServerBuilder {
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
-        }
+    /// Takes the name and serves it.
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
+    /// [`Error::Driver`].
+    pub fn new(name: &str, options: AllocationServerOptions) -> Result<AllocationServer> {
+        let name = EndpointName::new(name)?;
+        let shares = Arc::new(Shares::new(chosen_device(&options.device))?);
+        let access = AccessPolicy::default();
+        let server = serve(
+            &options.domain,
+            &name,
+            Kind::Allocations,
+            access,
+            shares.clone(),
+        )?;
+        Ok(AllocationServer {
+            inner: LeakOnFork::new(Inner { server, shares }),
+        })
     }
 
     /// The server's name.

@@ -6,7 +6,7 @@ use super::CLAIMS_MAX;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::lend::session::{Answer, LendSession, LentBuffer, Terms};
-use crate::options::Opener;
+use crate::options::OpenOptions;
 use crate::wait::Wait;
 
 static TERMS: Terms = Terms {
@@ -16,21 +16,6 @@ static TERMS: Terms = Terms {
     has_streams: false,
 };
 
-impl Opener<AllocationClient> {
-    /// Connects to the server of this name, to open its shares on the opener's device.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] when no process serves it; [`Error::OtherKind`],
-    /// [`Error::Refused`] for a device that cannot reach its memory;
-    /// [`Error::Name`].
-    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<AllocationClient> {
-        self.open_with(Kind::Allocations, &[], &wait.into(), |attachment| {
-            let session = LendSession::of(attachment, &TERMS)?;
-            Ok(AllocationClient { session })
-        })
-    }
-}
-
 /// Opens what an [`AllocationServer`](crate::AllocationServer) of another process shares.
 #[derive(Debug, Clone)]
 pub struct AllocationClient {
@@ -38,9 +23,21 @@ pub struct AllocationClient {
 }
 
 impl AllocationClient {
-    /// The options with which the server of this name is connected to.
-    pub fn opener(name: &str) -> Opener<AllocationClient> {
-        Opener::new(name)
+    /// Connects to the server of this name, to open its shares on the device of the options.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when no process serves it; [`Error::OtherKind`],
+    /// [`Error::Refused`] for a device that cannot reach its memory;
+    /// [`Error::Name`].
+    pub fn open<'w>(
+        name: &str,
+        options: OpenOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<AllocationClient> {
+        options.open(name, Kind::Allocations, wait, |attachment| {
+            let session = LendSession::of(attachment, &TERMS)?;
+            Ok(AllocationClient { session })
+        })
     }
 
     /// The server's name.

@@ -17,7 +17,7 @@ use crate::ipc::{
 };
 use crate::lend::{LendReply, LendRequest};
 use crate::wait::Wait;
-use crate::{Device, Stream};
+use crate::{Device, OpenOptions, Stream};
 
 const WAIT: Duration = Duration::from_secs(10);
 const BYTES: u64 = 4096;
@@ -33,11 +33,9 @@ impl Stage {
         let folder =
             std::env::temp_dir().join(format!("warpipe-alloc-{title}-{}", std::process::id()));
         let (domain, device) = (Domain::at(folder).unwrap(), Device::host());
-        let server = AllocationServer::builder("tensors")
-            .domain(&domain)
-            .device(&device)
-            .build()
-            .unwrap();
+        let server =
+            AllocationServer::new("tensors", AllocationServerOptions::at(&domain, &device))
+                .unwrap();
         Stage {
             domain,
             device,
@@ -46,11 +44,12 @@ impl Stage {
     }
 
     fn client(&self) -> AllocationClient {
-        AllocationClient::opener("tensors")
-            .domain(&self.domain)
-            .device(&self.device)
-            .open(Duration::ZERO)
-            .unwrap()
+        AllocationClient::open(
+            "tensors",
+            OpenOptions::at(&self.domain, &self.device),
+            Duration::ZERO,
+        )
+        .unwrap()
     }
 
     /// Shares memory that is freed when the share is over.
@@ -188,11 +187,14 @@ fn a_share_whose_answer_comes_too_late_can_be_opened_again_at_once() {
 fn legacy_memory_whose_contents_are_not_ready_is_not_opened() {
     let stage = Stage::new("legacy");
     let counting = Wrapped::new(stage.device.backend().clone(), Counting::default());
-    let opener = AllocationClient::opener("tensors").domain(&stage.domain);
-    let opener = opener.device(&Device::from_backend(counting.clone()));
     let (stream, client) = (
         stage.device.stream().unwrap(),
-        opener.open(Duration::ZERO).unwrap(),
+        AllocationClient::open(
+            "tensors",
+            OpenOptions::at(&stage.domain, &Device::from_backend(counting.clone())),
+            Duration::ZERO,
+        )
+        .unwrap(),
     );
     let (go, held) = channel::<()>();
     stream.call(move || assert!(held.recv().is_err())).unwrap();
@@ -287,8 +289,11 @@ fn the_owner_of_an_open_share_outlives_its_server() {
     let (_unclaimed, gone) = stage.share(&stream, b"unclaimed");
     let client = stage.client();
     let memory = client.open_share(open, WAIT).unwrap();
-    let another = AllocationServer::builder("another").domain(&stage.domain);
-    let another = another.device(&stage.device).build().unwrap();
+    let another = AllocationServer::new(
+        "another",
+        AllocationServerOptions::at(&stage.domain, &stage.device),
+    )
+    .unwrap();
     drop(std::mem::replace(&mut stage.server, another));
     gone.recv_timeout(WAIT).unwrap();
     assert!(is_kept(&kept));

@@ -26,7 +26,11 @@ impl Error {
     ///
     /// ```
     /// # let domain = warpipe::Domain::at(std::env::temp_dir().join(format!("hint-{}", std::process::id())))?;
-    /// let error = warpipe::Subscriber::builder("nobody").domain(&domain).build().unwrap_err();
+    /// let options = warpipe::SubscriberOptions {
+    ///     domain: Some(domain.clone()),
+    ///     ..warpipe::SubscriberOptions::default()
+    /// };
+    /// let error = warpipe::Subscriber::new("nobody", options).unwrap_err();
     /// eprintln!("{error}");
     /// if let Some(hint) = error.hint() {
     ///     eprintln!("  next: {hint}");
@@ -211,7 +215,7 @@ impl Language {
         match self {
             Language::Rust => [
                 "use Device::host()",
-                "wait for it with `wait_for_publisher`",
+                "wait for it with `Subscriber::wait_for`",
                 "wait for it with a timeout",
                 "turn `reconnect` on",
                 UNCAPTURED,

@@ -75,8 +75,8 @@ pub(crate) const FDS_MAX: usize = 64;
 /// The serial number of a reply to no request: see [`ServerCore::tell`].
 const NOTIFICATION: u64 = 0;
 
-/// How long an endpoint waits for a `Hello`, and a subscriber for its whole handshake, unless the
-/// builder sets another time.
+/// How long an endpoint waits for a `Hello`, and a subscriber for its whole handshake, unless its
+/// options set another time.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a client of a session waits for its whole handshake, and for a reply, unless its caller
@@ -92,6 +92,15 @@ pub(crate) struct AccessPolicy {
 }
 
 impl AccessPolicy {
+    /// These users and groups, with the usual limits.
+    pub(crate) fn of(uids: Vec<u32>, gids: Vec<u32>) -> AccessPolicy {
+        AccessPolicy {
+            uids,
+            gids,
+            limits: PeerLimits::default(),
+        }
+    }
+
     pub(crate) fn is_open_to_others(&self) -> bool {
         !(self.uids.is_empty() && self.gids.is_empty())
     }

@@ -264,42 +264,29 @@ fn bodies_that_are_too_long_or_garbled_are_errors() {
 #[test]
 fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
     use crate::{
-        Device, Member, Memory, Pool, PoolClient, Publisher, Queue, Semaphore, Subscriber,
-        Timeline, Worker,
+        Device, Member, MemberOptions, Memory, OpenOptions, Pool, PoolClient, PoolOptions,
+        PublishOptions, Publisher, PublisherOptions, Queue, QueueOptions, Semaphore,
+        SemaphoreOptions, Subscriber, SubscriberOptions, Timeline, TimelineOptions, Worker,
+        WorkerOptions,
     };
 
     let folder =
         std::env::temp_dir().join(format!("warpipe-rendezvous-kinds-{}", std::process::id()));
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
-    let publisher = Publisher::builder("publisher")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let queue = Queue::builder("queue")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let timeline = Timeline::builder("timeline")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let semaphore = Semaphore::builder("semaphore")
-        .permits(1)
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let pool = Pool::builder("pool")
-        .domain(&domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let member = Member::builder("x").domain(&domain).build().unwrap();
+    let publisher = Publisher::new("publisher", PublisherOptions::at(&domain, &device)).unwrap();
+    let queue = Queue::new("queue", QueueOptions::at(&domain, &device)).unwrap();
+    let timeline = Timeline::new("timeline", TimelineOptions::at(&domain, &device)).unwrap();
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(&domain, &device)
+    };
+    let semaphore = Semaphore::new("semaphore", options).unwrap();
+    let pool = Pool::new("pool", PoolOptions::at(&domain, &device)).unwrap();
+    let member = Member::new("x", MemberOptions::at(&domain)).unwrap();
     let memory = Memory::allocate(&device, 8).unwrap();
-    let published = memory.publish(&domain, "memory").unwrap();
+    let published = memory
+        .publish("memory", PublishOptions::at(&domain))
+        .unwrap();
 
     let names = [
         "publisher",
@@ -320,39 +307,19 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
     type Open<'a> = &'a dyn Fn(&str) -> Option<Error>;
     let opens: [(Kind, Open<'_>); 5] = [
         (Kind::Publisher, &|at| {
-            Subscriber::builder(at)
-                .domain(&domain)
-                .device(&device)
-                .build()
-                .err()
+            Subscriber::new(at, SubscriberOptions::at(&domain, &device)).err()
         }),
         (Kind::Queue, &|at| {
-            Worker::builder(at)
-                .domain(&domain)
-                .device(&device)
-                .build()
-                .err()
+            Worker::new(at, WorkerOptions::at(&domain, &device)).err()
         }),
         (Kind::Timeline, &|at| {
-            Timeline::opener(at)
-                .domain(&domain)
-                .device(&device)
-                .open(Duration::ZERO)
-                .err()
+            Timeline::open(at, OpenOptions::at(&domain, &device), Duration::ZERO).err()
         }),
         (Kind::Semaphore, &|at| {
-            Semaphore::opener(at)
-                .domain(&domain)
-                .device(&device)
-                .open(Duration::ZERO)
-                .err()
+            Semaphore::open(at, OpenOptions::at(&domain, &device), Duration::ZERO).err()
         }),
         (Kind::Pool, &|at| {
-            PoolClient::opener(at)
-                .domain(&domain)
-                .device(&device)
-                .open(Duration::ZERO)
-                .err()
+            PoolClient::open(at, OpenOptions::at(&domain, &device), Duration::ZERO).err()
         }),
     ];
     for (kind, open) in opens {

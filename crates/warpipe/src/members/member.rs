@@ -10,80 +10,33 @@ use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Author, Domain};
 use crate::ipc::{
-    ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
+    AccessPolicy, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
 };
-use crate::options::{EndpointOptions, option_setters};
+use crate::options::serve;
 use crate::shm::page::{PAGE_BYTES, SharedPage};
 
-/// The options of a member. See [`Member::builder`].
-#[derive(Debug, Clone)]
-pub struct MemberBuilder {
-    name: String,
-    role: String,
-    shared: EndpointOptions,
+/// The options of a [`Member`].
+#[derive(Debug, Clone, Default)]
+pub struct MemberOptions {
+    /// The domain to join; the environment's by default.
+    pub domain: Option<Domain>,
+    /// Tells people and programs the purpose of the process: up to 64 bytes; empty by default.
+    pub role: String,
+    /// Lets these users see this member in their watches, beside this process's own. The domain
+    /// directory must admit them, too. They cannot join: the names of a domain are its user's.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
 }
 
-impl MemberBuilder {
-    option_setters! { (shared):
-        /// The domain to join; the environment's by default.
-        domain,
-        /// Lets these users see this member in their watches, beside this process's own. The domain
-        /// directory must admit them, too. They cannot join: the names of a domain are its user's.
-        allow_uids,
-        allow_gids,
-    }
-
-    /// Tells people and programs the purpose of the process: up to 64 bytes; empty by default.
-    pub fn role(mut self, role: &str) -> Self {
-        self.role = role.to_string();
-        self
-    }
-
-    /// Takes the endpoint `members/NAME` (`bind(2)` under an `fcntl(2)` lock) and answers each
-    /// watch of the domain, until it is dropped. A process may be several members.
-    ///
-    /// # Errors
-    /// [`Error::NameTaken`](crate::Error::NameTaken) while a living process has the name (a dead
-    /// one's is free at once); [`Error::Name`](crate::Error::Name),
-    /// [`Error::Argument`](crate::Error::Argument) for an invalid role;
-    /// [`Error::ForeignFile`](crate::Error::ForeignFile) where a file of another kind has its
-    /// place.
-    ///
-    /// ```
-    /// # use warpipe::{Domain, Error, Member};
-    /// # let folder = std::env::temp_dir().join(format!("warpipe-join-{}", std::process::id()));
-    /// # let domain = Domain::at(&folder)?;
-    /// let trainer = Member::builder("trainer/0").role("trainer").domain(&domain).build()?;
-    /// let second = Member::builder("trainer/0").role("impostor").domain(&domain).build();
-    /// assert!(matches!(second, Err(Error::NameTaken { .. })));
-    /// # drop(trainer); std::fs::remove_dir_all(folder).ok();
-    /// # Ok::<(), Error>(())
-    /// ```
-    pub fn build(self) -> Result<Member> {
-        if !is_role(&self.role) {
-            let found = format!("{:?}", self.role);
-            return Err(Error::argument("role", found, allowed_role()));
+impl MemberOptions {
+    /// The defaults, in this domain.
+    pub fn at(domain: &Domain) -> MemberOptions {
+        MemberOptions {
+            domain: Some(domain.clone()),
+            ..MemberOptions::default()
         }
-        let (page, fd) = SharedPage::publish(None, PAGE_BYTES)?;
-        let introduction = Introduction {
-            role: self.role,
-            author: Author::own(),
-            since_ns: now_ns(),
-            page_bytes: page.bytes() as u32,
-        };
-        let heartbeat = Arc::new(HeartbeatSource {
-            page,
-            fd,
-            introduction,
-        });
-        heartbeat.write_heartbeat(now_ns());
-        let at = endpoint(&self.name)?;
-        let server = self.shared.serve(&at, Kind::Member, heartbeat.clone())?;
-        Ok(Member {
-            server,
-            heartbeat,
-            name: self.name,
-        })
     }
 }
 
@@ -96,14 +49,60 @@ pub struct Member {
 }
 
 impl Member {
-    /// A builder for a member of this name, 1 to 72 bytes as an
-    /// [`EndpointName`](crate::EndpointName).
-    pub fn builder(name: &str) -> MemberBuilder {
-        MemberBuilder {
-            name: name.to_string(),
-            role: String::new(),
-            shared: EndpointOptions::default(),
+    /// Takes the endpoint `members/NAME` (`bind(2)` under an `fcntl(2)` lock) and answers each
+    /// watch of the domain, until it is dropped. The name has 1 to 72 bytes as an
+    /// [`EndpointName`](crate::EndpointName). A process may be several members.
+    ///
+    /// # Errors
+    /// [`Error::NameTaken`](crate::Error::NameTaken) while a living process has the name (a dead
+    /// one's is free at once); [`Error::Name`](crate::Error::Name),
+    /// [`Error::Argument`](crate::Error::Argument) for an invalid role;
+    /// [`Error::ForeignFile`](crate::Error::ForeignFile) where a file of another kind has its
+    /// place.
+    ///
+    /// ```
+    /// # use warpipe::{Domain, Error, Member, MemberOptions};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-join-{}", std::process::id()));
+    /// # let domain = Domain::at(&folder)?;
+    /// let options = MemberOptions { role: "trainer".into(), ..MemberOptions::at(&domain) };
+    /// let trainer = Member::new("trainer/0", options)?;
+    /// let second = Member::new("trainer/0", MemberOptions::at(&domain));
+    /// assert!(matches!(second, Err(Error::NameTaken { .. })));
+    /// # drop(trainer); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn new(name: &str, options: MemberOptions) -> Result<Member> {
+        if !is_role(&options.role) {
+            let found = format!("{:?}", options.role);
+            return Err(Error::argument("role", found, allowed_role()));
         }
+        let (page, fd) = SharedPage::publish(None, PAGE_BYTES)?;
+        let introduction = Introduction {
+            role: options.role,
+            author: Author::own(),
+            since_ns: now_ns(),
+            page_bytes: page.bytes() as u32,
+        };
+        let heartbeat = Arc::new(HeartbeatSource {
+            page,
+            fd,
+            introduction,
+        });
+        heartbeat.write_heartbeat(now_ns());
+        let at = endpoint(name)?;
+        let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
+        let server = serve(
+            &options.domain,
+            &at,
+            Kind::Member,
+            access,
+            heartbeat.clone(),
+        )?;
+        Ok(Member {
+            server,
+            heartbeat,
+            name: name.to_string(),
+        })
     }
 
     /// The name that it joined under.

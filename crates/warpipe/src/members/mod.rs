@@ -20,8 +20,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::member::{Member, MemberBuilder};
-pub use self::watch::{Members, MembersBuilder};
+pub use self::member::{Member, MemberOptions};
+pub use self::watch::{Members, MembersOptions};
 use crate::error::{Error, Result};
 use crate::ipc::PeerState;
 use crate::ipc::domain::{Author, EndpointName};

@@ -91,7 +91,7 @@ fn joined(members: &Members) -> MemberInfo {
 fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_dead() {
     let impostor = Impostor::new("suspect");
     std::thread::scope(|scope| {
-        let watching = scope.spawn(|| Members::builder().domain(&impostor.domain).build().unwrap());
+        let watching = scope.spawn(|| Members::new(MembersOptions::at(&impostor.domain)).unwrap());
         let socket = impostor.grant(&impostor.introduction(), [7; 16]);
         let members = watching.join().unwrap();
         assert_eq!(joined(&members).name, "impostor");
@@ -129,7 +129,7 @@ fn a_heartbeat_from_the_future_is_none() {
         .at::<AtomicU64>(HEARTBEAT)
         .store(u64::MAX, Relaxed);
     std::thread::scope(|scope| {
-        let watching = scope.spawn(|| Members::builder().domain(&impostor.domain).build().unwrap());
+        let watching = scope.spawn(|| Members::new(MembersOptions::at(&impostor.domain)).unwrap());
         let _socket = impostor.grant(&impostor.introduction(), [7; 16]);
         let members = watching.join().unwrap();
         joined(&members);
@@ -181,7 +181,7 @@ fn an_introduction_that_no_member_would_make_is_no_member() {
     for lie in lies {
         std::thread::scope(|scope| {
             let watching =
-                scope.spawn(|| Members::builder().domain(&impostor.domain).build().unwrap());
+                scope.spawn(|| Members::new(MembersOptions::at(&impostor.domain)).unwrap());
             let _socket = impostor.grant(&lie, [7; 16]);
             let members = watching.join().unwrap();
             assert!(members.list().unwrap().is_empty(), "{lie:?}");
@@ -198,7 +198,7 @@ fn a_role_or_a_name_that_cannot_be_is_refused_before_anything_is_made() {
     for name in ["", "../up", "a//b", &long] {
         assert!(
             matches!(
-                Member::builder(name).domain(&domain).build(),
+                Member::new(name, MemberOptions::at(&domain)),
                 Err(Error::Name { .. })
             ),
             "{name:?}"
@@ -207,7 +207,13 @@ fn a_role_or_a_name_that_cannot_be_is_refused_before_anything_is_made() {
     for role in ["\u{7}", &"r".repeat(ROLE_BYTES_MAX + 1)] {
         assert!(
             matches!(
-                Member::builder("a").role(role).domain(&domain).build(),
+                Member::new(
+                    "a",
+                    MemberOptions {
+                        role: role.into(),
+                        ..MemberOptions::at(&domain)
+                    }
+                ),
                 Err(Error::Argument {
                     argument: "role",
                     ..

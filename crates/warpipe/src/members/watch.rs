@@ -1,4 +1,4 @@
-//! The public handle of a watch and its builder.
+//! The public handle of a watch and its options.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -8,12 +8,11 @@ use super::changes::Callback;
 use super::monitor::{DirectoryMonitor, WatchShared};
 use super::table::with_endpoints;
 use super::{Change, MemberInfo, endpoint};
-use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::thread::Thread;
 use crate::ipc::domain::Domain;
-use crate::options::{EndpointOptions, option_setters};
+use crate::options::chosen_domain;
 use crate::runtime::reactor::STALLED_AFTER;
 use crate::wait::Wait;
 
@@ -25,11 +24,12 @@ use crate::wait::Wait;
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Change, Domain, Member, Members};
+/// use warpipe::{Change, Domain, Member, MemberOptions, Members, MembersOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-members-{}", std::process::id()));
 /// let domain = Domain::at(&folder)?; // Domain::from_environment() in a program
-/// let members = Members::builder().domain(&domain).build()?;
-/// let member = Member::builder("worker-1").role("worker").domain(&domain).build()?;
+/// let members = Members::new(MembersOptions::at(&domain))?;
+/// let options = MemberOptions { role: "worker".into(), ..MemberOptions::at(&domain) };
+/// let member = Member::new("worker-1", options)?;
 ///
 /// let joined = members.changes(Duration::from_secs(10))?;
 /// let Some(Change::Joined(joined)) = joined else { panic!("{joined:?}") };
@@ -45,7 +45,7 @@ use crate::wait::Wait;
 /// # Clean-up when a member dies
 ///
 /// * Its names: a watch removes the sockets and lock files that the dead process left anywhere in
-///   the domain (see [`MembersBuilder::clean`]), so that a successor can take them.
+///   the domain (see [`MembersOptions::clean`]), so that a successor can take them.
 /// * The clean-ups that are registered for it with [`Members::on_death_of`].
 /// * Its samples, memory, permits and jobs come back without this module: each process that shares
 ///   them sees the same proof, and reclaims them then.
@@ -60,11 +60,34 @@ struct Watch {
     monitor: Option<Thread>,
 }
 
-/// Settings of a watch; from [`Members::builder`].
-pub struct MembersBuilder {
-    shared: EndpointOptions,
-    callbacks: Vec<Callback>,
-    cleans: bool,
+/// The options of a watch, [`Members`].
+#[derive(Debug, Clone)]
+pub struct MembersOptions {
+    /// The domain to watch; the environment's by default.
+    pub domain: Option<Domain>,
+    /// Whether to remove the endpoints that dead members leave anywhere in the domain. Default:
+    /// yes. A file is removed only under its lock, so no living process loses one, also when
+    /// several watches clean.
+    pub clean: bool,
+}
+
+impl Default for MembersOptions {
+    fn default() -> MembersOptions {
+        MembersOptions {
+            domain: None,
+            clean: true,
+        }
+    }
+}
+
+impl MembersOptions {
+    /// The defaults, in this domain.
+    pub fn at(domain: &Domain) -> MembersOptions {
+        MembersOptions {
+            domain: Some(domain.clone()),
+            ..MembersOptions::default()
+        }
+    }
 }
 
 impl std::fmt::Debug for Members {
@@ -75,78 +98,59 @@ impl std::fmt::Debug for Members {
     }
 }
 
-opaque_debug!(MembersBuilder { shared });
-
-impl MembersBuilder {
-    option_setters! { (shared):
-        /// The domain to watch; the environment's by default.
-        domain,
-    }
-
-    /// Calls `callback` with each change, one after the other, on a thread of this watch. The
-    /// callback may be slow (see [`Members::merged`]) and may panic. Each call adds one callback.
-    pub fn on(mut self, callback: impl FnMut(&Change) + Send + 'static) -> MembersBuilder {
-        self.callbacks.push(Box::new(callback));
-        self
-    }
-
-    /// Whether to remove the endpoints that dead members leave anywhere in the domain. Default:
-    /// yes. A file is removed only under its lock, so no living process loses one, also when
-    /// several watches clean.
-    pub fn clean(mut self, yes: bool) -> MembersBuilder {
-        self.cleans = yes;
-        self
-    }
-
-    /// Starts to watch (`inotify_init(2)`). Waits until the present members have answered, at most
-    /// a second for those that do not.
+impl Members {
+    /// Starts to watch a domain (`inotify_init(2)`). Waits until the present members have answered,
+    /// at most a second for those that do not. [`changes`](Self::changes) returns the changes.
     ///
     /// # Errors
     /// [`Error::Os`] when there is no watch, thread or descriptor left.
-    pub fn build(self) -> Result<Members> {
-        let shared = Arc::new(WatchShared::new(self.shared.domain()?, self.cleans)?);
+    pub fn new(options: MembersOptions) -> Result<Members> {
+        Members::start(options, None)
+    }
+
+    /// As [`new`](Self::new), and calls `callback` with each change, one after the other, on a
+    /// thread of this watch. The callback may be slow (see [`merged`](Self::merged)) and may panic.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    ///
+    /// ```
+    /// use std::sync::mpsc::channel;
+    /// use std::time::Duration;
+    /// # use warpipe::{Change, Domain, Member, MemberOptions, Members, MembersOptions};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-on-{}", std::process::id()));
+    /// # let domain = Domain::at(&folder)?;
+    /// let (sender, told) = channel();
+    /// let tell = move |change: &Change| drop(sender.send(change.clone()));
+    /// let members = Members::with_callback(MembersOptions::at(&domain), tell)?;
+    /// let member = Member::new("sampler", MemberOptions::at(&domain))?;
+    /// assert!(matches!(told.recv_timeout(Duration::from_secs(10)), Ok(Change::Joined(_))));
+    /// # drop((member, members)); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn with_callback(
+        options: MembersOptions,
+        callback: impl FnMut(&Change) + Send + 'static,
+    ) -> Result<Members> {
+        Members::start(options, Some(Box::new(callback)))
+    }
+
+    fn start(options: MembersOptions, callback: Option<Callback>) -> Result<Members> {
+        let domain = chosen_domain(&options.domain)?;
+        let shared = Arc::new(WatchShared::new(domain, options.clean)?);
         let (unsettled, settled) = channel();
         let monitor = DirectoryMonitor::new(shared.clone(), unsettled)?;
-        let calls_back = !self.callbacks.is_empty();
+        let calls_back = callback.is_some();
         let queue = shared.queue.clone();
         let mut watch = LeakOnFork::new(Watch {
             shared,
             monitor: None,
         });
-        Thread::start("warpipe-notify", move || queue.serve(self.callbacks))?;
+        Thread::start("warpipe-notify", move || queue.serve(callback))?;
         watch.monitor = Some(Thread::start("warpipe-members", move || monitor.run())?);
         // The monitor bounds this wait. The limit covers a machine on which it does not run at all.
         let _ = settled.recv_timeout(10 * STALLED_AFTER);
         Ok(Members { watch, calls_back })
-    }
-}
-
-impl Members {
-    /// A builder for a watch of a domain. [`changes`](Self::changes) returns the changes, unless
-    /// callbacks get them.
-    ///
-    /// ```
-    /// use std::sync::mpsc::channel;
-    /// use std::time::Duration;
-    /// # use warpipe::{Change, Domain, Member, Members};
-    /// # let folder = std::env::temp_dir().join(format!("warpipe-on-{}", std::process::id()));
-    /// # let domain = Domain::at(&folder)?;
-    /// let (sender, told) = channel();
-    /// let members = Members::builder()
-    ///     .domain(&domain)
-    ///     .on(move |change| drop(sender.send(change.clone())))
-    ///     .build()?;
-    /// let member = Member::builder("sampler").domain(&domain).build()?;
-    /// assert!(matches!(told.recv_timeout(Duration::from_secs(10)), Ok(Change::Joined(_))));
-    /// # drop((member, members)); std::fs::remove_dir_all(folder).ok();
-    /// # Ok::<(), warpipe::Error>(())
-    /// ```
-    pub fn builder() -> MembersBuilder {
-        MembersBuilder {
-            shared: EndpointOptions::default(),
-            callbacks: Vec::new(),
-            cleans: true,
-        }
     }
 
     /// All present members, sorted by name, with the endpoints that each member's process holds.

@@ -23,7 +23,7 @@ pub(crate) mod ticket;
 pub(crate) mod weak_cache;
 
 pub use self::owned::{Memory, MemoryInfo};
-pub use self::published::{Publication, Published};
+pub use self::published::{PublishOptions, Published};
 pub use self::shared::SharedMemory;
 pub use self::slice::DeviceSlice;
 pub use self::ticket::Ticket;

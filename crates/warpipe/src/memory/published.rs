@@ -11,75 +11,63 @@ use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
+    AccessPolicy, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
 };
-use crate::options::{EndpointOptions, option_setters};
+use crate::options::{chosen_domain, serve};
 
-impl Memory {
-    /// Publishes it under a name, read-only, for this user: see [`publication`](Self::publication)
-    /// for more.
-    ///
-    /// # Errors
-    /// As [`Publication::build`].
-    pub fn publish(&self, domain: &Domain, name: &str) -> Result<Published> {
-        self.publication(name).domain(domain).build()
-    }
+/// The options with which [`Memory::publish`] publishes memory.
+#[derive(Debug, Clone)]
+pub struct PublishOptions {
+    /// The domain to publish in; the environment's by default.
+    pub domain: Option<Domain>,
+    /// How importers map the memory: [`Access::Read`] by default, which the MMU enforces against
+    /// mistakes. A hostile importer can map the memory writable. Send a copy instead.
+    pub access: Access,
+    /// Admits these users beside this process's own. The domain directory must admit them, too.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
+}
 
-    /// Options to publish the memory under a name.
-    pub fn publication(&self, name: &str) -> Publication {
-        Publication {
-            memory: self.clone(),
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
+impl Default for PublishOptions {
+    fn default() -> PublishOptions {
+        PublishOptions {
+            domain: None,
             access: Access::Read,
+            allow_uids: Vec::new(),
+            allow_gids: Vec::new(),
         }
     }
 }
 
-/// Options for publishing memory.
-#[derive(Debug, Clone)]
-pub struct Publication {
-    memory: Memory,
-    name: String,
-    shared: EndpointOptions,
-    access: Access,
+impl PublishOptions {
+    /// The defaults, in this domain.
+    pub fn at(domain: &Domain) -> PublishOptions {
+        PublishOptions {
+            domain: Some(domain.clone()),
+            ..PublishOptions::default()
+        }
+    }
 }
 
-impl Publication {
-    option_setters! { (shared):
-        /// The domain to publish in; the environment's by default.
-        domain,
-        allow_uids,
-        allow_gids,
-    }
-
-    /// How importers map the memory: [`Access::Read`] by default, which the MMU enforces against
-    /// mistakes. A hostile importer can map the memory writable. Send a copy instead.
-    pub fn access(mut self, access: Access) -> Self {
-        self.access = access;
-        self
-    }
-
-    /// Claims the name. From now on tickets can be opened.
+impl Memory {
+    /// Publishes it under a name. From now on tickets can be opened.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
     /// [`Error::Os`], [`Error::Driver`] when the memory cannot be exported.
-    pub fn build(self) -> Result<Published> {
-        let name = EndpointName::new(&self.name)?;
-        let domain = self.shared.domain()?;
-        let memory = self.memory;
-        let handler = PublishedHandler {
+    pub fn publish(&self, name: &str, options: PublishOptions) -> Result<Published> {
+        let name = EndpointName::new(name)?;
+        let domain = chosen_domain(&options.domain)?;
+        let memory = self.clone();
+        let handler = Arc::new(PublishedHandler {
             info: memory.info(),
-            access: self.access,
+            access: options.access,
             export: memory.mapping.region().export()?,
-        };
-        let at = Address {
-            domain: &domain,
-            name: &name,
-            kind: Kind::Memory,
-        };
-        let server = IpcServer::open(&at, self.shared.access, Arc::new(handler))?;
+        });
+        let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
+        let server = serve(&options.domain, &name, Kind::Memory, access, handler)?;
         let generation = server.server_core().generation();
         memory.mapping.region().identify(generation, PUBLISHED_ID);
         // A ticket that is opened in this process finds this mapping, without a call of the driver.

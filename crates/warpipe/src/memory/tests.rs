@@ -10,7 +10,7 @@ use super::arena::Arena;
 use super::*;
 use crate::backend::testing::{Counting, Failing, Hook, Wrapped};
 use crate::backend::{Access, DeviceId, DeviceKind};
-use crate::{Device, DeviceFault, Domain, Error, Expiry, Kind, Result};
+use crate::{Device, DeviceFault, Domain, Error, Expiry, Kind, PublishOptions, Result};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -36,7 +36,9 @@ impl Stage {
         memory
             .write(&self.device.stream().unwrap(), 0, contents)
             .unwrap();
-        memory.publish(&self.domain, name).unwrap()
+        memory
+            .publish(name, PublishOptions::at(&self.domain))
+            .unwrap()
     }
 }
 
@@ -266,27 +268,39 @@ fn a_limit_below_the_devices_unit_is_refused_at_once() {
     let stage = Stage::new("below-a-unit");
     let unit = Arena::new(&stage.device, u64::MAX).granularity();
     let build = |bytes| {
-        let publisher = crate::Publisher::builder("a")
-            .domain(&stage.domain)
-            .device(&stage.device)
-            .memory_limit(bytes);
-        let pool = crate::Pool::builder("b")
-            .domain(&stage.domain)
-            .device(&stage.device)
-            .memory_limit(bytes);
-        let server = crate::Server::builder("c")
-            .domain(&stage.domain)
-            .device(&stage.device)
-            .memory_limit(bytes);
-        let queue = crate::Queue::builder("d")
-            .domain(&stage.domain)
-            .device(&stage.device)
-            .memory_limit(bytes);
         [
-            publisher.build().map(drop),
-            pool.build().map(drop),
-            server.build().map(drop),
-            queue.build().map(drop),
+            crate::Publisher::new(
+                "a",
+                crate::PublisherOptions {
+                    memory_limit: bytes,
+                    ..crate::PublisherOptions::at(&stage.domain, &stage.device)
+                },
+            )
+            .map(drop),
+            crate::Pool::new(
+                "b",
+                crate::PoolOptions {
+                    memory_limit: bytes,
+                    ..crate::PoolOptions::at(&stage.domain, &stage.device)
+                },
+            )
+            .map(drop),
+            crate::Server::new(
+                "c",
+                crate::ServerOptions {
+                    memory_limit: bytes,
+                    ..crate::ServerOptions::at(&stage.domain, &stage.device)
+                },
+            )
+            .map(drop),
+            crate::Queue::new(
+                "d",
+                crate::QueueOptions {
+                    memory_limit: bytes,
+                    ..crate::QueueOptions::at(&stage.domain, &stage.device)
+                },
+            )
+            .map(drop),
         ]
     };
     for refused in build(unit - 1) {
@@ -369,10 +383,13 @@ fn memory_for_reading_is_not_written() {
     ));
     let writable = published
         .memory()
-        .publication("b")
-        .domain(&stage.domain)
-        .access(Access::ReadWrite)
-        .build()
+        .publish(
+            "b",
+            PublishOptions {
+                access: Access::ReadWrite,
+                ..PublishOptions::at(&stage.domain)
+            },
+        )
         .unwrap();
     let shared = writable
         .ticket()

@@ -368,6 +368,7 @@ pub(crate) mod forged {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::PublishOptions;
     use crate::error::DeviceFault;
 
     fn is_of_the_text(error: &Error) -> bool {
@@ -485,7 +486,7 @@ mod tests {
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
         let published = crate::Memory::allocate(&device, 64)
             .unwrap()
-            .publish(&domain, "weights")
+            .publish("weights", PublishOptions::at(&domain))
             .unwrap();
         let mut ticket = published.ticket().unwrap();
         assert!(ticket.open(&device, Duration::ZERO).is_ok());

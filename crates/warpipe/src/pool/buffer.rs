@@ -1,5 +1,6 @@
 //! The owner's side: the pool and its blocks.
 
+use std::collections::HashMap;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -10,109 +11,71 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{Address, IpcServer, Kind};
+use crate::ipc::{AccessPolicy, IpcServer, Kind};
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{SlotId, check_limit};
 use crate::memory::ticket::Ticket;
-use crate::options::{EndpointOptions, option_setters};
+use crate::options::{MEMORY_LIMIT, chosen_device, chosen_domain, serve};
 use crate::stream::Stream;
 use crate::wait::Wait;
 
-/// Settings of a pool. See [`Pool::builder`].
+/// The options of a [`Pool`].
 #[derive(Debug, Clone)]
-pub struct PoolBuilder {
-    name: String,
-    shared: EndpointOptions,
-    reserve: u64,
-    quotas: Quotas,
-}
-
-impl PoolBuilder {
-    option_setters! { (shared):
-        domain,
-        /// The device of its memory; [`Device::preferred`] by default.
-        device,
-        /// The most device memory that the pool allocates, in bytes: 4 GiB by default. It grows as
-        /// needed, in regions that double, and keeps them until the pool ends, or a block that
-        /// fits into none of them needs their room.
-        memory_limit,
-        /// Admits these users beside the owner's. The domain directory must admit them, too. Each
-        /// user gets regions of its own, so that no process of another one can map its blocks; see
-        /// [`user_quota`](Self::user_quota) for how much each may have.
-        allow_uids,
-        allow_gids,
-    }
-
+pub struct PoolOptions {
+    /// The domain of its name; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device of its memory; [`Device::preferred`] by default.
+    pub device: Option<Device>,
+    /// The most device memory that the pool allocates, in bytes: 4 GiB by default. It grows as
+    /// needed, in regions that double, and keeps them until the pool ends, or a block that fits
+    /// into none of them needs their room.
+    pub memory_limit: u64,
     /// Allocates this many bytes at once; nothing by default.
-    pub fn reserve(mut self, bytes: u64) -> Self {
-        self.reserve = bytes;
-        self
-    }
-
+    pub reserve: u64,
     /// The most that each user other than the pool's own may have: no limit by default. The
     /// kernel names a client's user as that of its process when it connected.
     ///
-    /// With quotas that add up to no more than [`memory_limit`](Self::memory_limit), in multiples
-    /// of 2 MiB, no user takes room from another one.
-    pub fn user_quota(mut self, quota: Quota) -> Self {
-        self.quotas.each = quota;
-        self
-    }
-
-    /// The most that the user `uid` may have, whatever [`user_quota`](Self::user_quota) says. It
-    /// may be the pool's own user, which has no quota otherwise.
-    pub fn quota_for(mut self, uid: u32, quota: Quota) -> Self {
-        self.quotas.of_users.insert(uid, quota);
-        self
-    }
-
+    /// With quotas that add up to no more than `memory_limit`, in multiples of 2 MiB, no user takes
+    /// room from another one.
+    pub user_quota: Quota,
+    /// The most that each of these users may have, whatever `user_quota` says. The pool's own user
+    /// may be one of them, and has no quota otherwise.
+    pub quota_for: HashMap<u32, Quota>,
     /// The most peers at once: 256 by default.
-    pub fn peers_max(mut self, peers: usize) -> Self {
-        self.shared.access.limits.all = u32::try_from(peers).unwrap_or(u32::MAX);
-        self
-    }
+    pub peers_max: u32,
+    /// Admits these users beside the owner's. The domain directory must admit them, too. Each user
+    /// gets regions of its own, so that no process of another one can map its blocks; `user_quota`
+    /// says how much each may have.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
+}
 
-    /// Takes the name and opens the pool.
-    ///
-    /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`];
-    /// [`Error::MemoryLimit`] for a reserve above the limit; [`Error::DeviceMemory`],
-    /// [`Error::Driver`].
-    pub fn build(self) -> Result<Pool> {
-        let name = EndpointName::new(&self.name)?;
-        let memory_limit = self.shared.memory_limit;
-        if self.reserve > memory_limit {
-            let (name, bytes, limit) = (self.name, self.reserve, memory_limit);
-            return Err(Error::MemoryLimit {
-                name,
-                bytes,
-                used: 0,
-                limit,
-            });
+impl Default for PoolOptions {
+    fn default() -> PoolOptions {
+        PoolOptions {
+            domain: None,
+            device: None,
+            memory_limit: MEMORY_LIMIT,
+            reserve: 0,
+            user_quota: Quota::default(),
+            quota_for: HashMap::new(),
+            peers_max: 256,
+            allow_uids: Vec::new(),
+            allow_gids: Vec::new(),
         }
-        let domain = self.shared.domain()?;
-        let device = self.shared.device();
-        check_limit(&device, memory_limit)?;
-        let (at, limit) = (domain.clone(), memory_limit);
-        let allocator = PoolAllocator::new(name.clone(), at, device, limit, self.quotas)?;
-        if self.reserve > 0 {
-            allocator.reserve(self.reserve)?;
+    }
+}
+
+impl PoolOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> PoolOptions {
+        PoolOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..PoolOptions::default()
         }
-        let at = Address {
-            domain: &domain,
-            name: &name,
-            kind: Kind::Pool,
-        };
-        let server = IpcServer::open(&at, self.shared.access, allocator.clone())?;
-        let server_core = server.server_core();
-        let _ = allocator.server_core.set(Arc::downgrade(server_core));
-        let _ = allocator.generation.set(server_core.generation());
-        Ok(Pool {
-            inner: LeakOnFork::new(Arc::new(PoolInner {
-                _server: server,
-                allocator,
-            })),
-        })
     }
 }
 
@@ -123,11 +86,11 @@ impl PoolBuilder {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, LentBuffer, Pool, backend::Access};
+/// use warpipe::{Device, Domain, LentBuffer, Pool, PoolOptions, backend::Access};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-pool-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let builder = Pool::builder("scratch").domain(&domain).device(&device);
-/// let pool = builder.memory_limit(64 << 20).build()?;
+/// let options = PoolOptions { memory_limit: 64 << 20, ..PoolOptions::at(&domain, &device) };
+/// let pool = Pool::new("scratch", options)?;
 /// let stream = device.stream()?;
 /// let buffer = pool.allocate(1 << 20, Duration::ZERO)?;
 /// buffer.write(&stream, 0, b"for a peer")?;
@@ -187,14 +150,49 @@ pub struct PoolStats {
 }
 
 impl Pool {
-    /// A builder for a pool of this name.
-    pub fn builder(name: &str) -> PoolBuilder {
-        PoolBuilder {
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
-            reserve: 0,
-            quotas: Quotas::default(),
+    /// Takes the name and opens the pool.
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`];
+    /// [`Error::MemoryLimit`] for a reserve above the limit; [`Error::DeviceMemory`],
+    /// [`Error::Driver`].
+    pub fn new(name: &str, options: PoolOptions) -> Result<Pool> {
+        let name = EndpointName::new(name)?;
+        let limit = options.memory_limit;
+        if options.reserve > limit {
+            return Err(Error::MemoryLimit {
+                name: name.to_string(),
+                bytes: options.reserve,
+                used: 0,
+                limit,
+            });
         }
+        let (domain, device) = (
+            chosen_domain(&options.domain)?,
+            chosen_device(&options.device),
+        );
+        check_limit(&device, limit)?;
+        let quotas = Quotas {
+            each: options.user_quota,
+            of_users: options.quota_for,
+        };
+        let at = domain.clone();
+        let allocator = PoolAllocator::new(name.clone(), at, device, limit, quotas)?;
+        if options.reserve > 0 {
+            allocator.reserve(options.reserve)?;
+        }
+        let mut access = AccessPolicy::of(options.allow_uids, options.allow_gids);
+        access.limits.all = options.peers_max;
+        let server = serve(&Some(domain), &name, Kind::Pool, access, allocator.clone())?;
+        let server_core = server.server_core();
+        let _ = allocator.server_core.set(Arc::downgrade(server_core));
+        let _ = allocator.generation.set(server_core.generation());
+        Ok(Pool {
+            inner: LeakOnFork::new(Arc::new(PoolInner {
+                _server: server,
+                allocator,
+            })),
+        })
     }
 
     /// The pool's name.

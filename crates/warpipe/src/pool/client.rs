@@ -10,7 +10,7 @@ use crate::error::{Error, Expiry, Result};
 use crate::ipc::{Kind, REPLY_TIMEOUT};
 use crate::lend::session::{Answer, LendSession, LentBuffer, Terms};
 use crate::memory::ticket::Ticket;
-use crate::options::Opener;
+use crate::options::OpenOptions;
 use crate::wait::Wait;
 
 static TERMS: Terms = Terms {
@@ -26,33 +26,17 @@ const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause between two requests of a peer that waits for memory.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 
-impl Opener<PoolClient> {
-    /// Connects to the pool of this name, to use its memory on the opener's device.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] when no process serves it, or its owner has died (`was_there`);
-    /// [`Error::OtherKind`], [`Error::Refused`] (also for a device that
-    /// cannot reach its memory), [`Error::Timeout`]; [`Error::Name`].
-    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<PoolClient> {
-        self.open_with(Kind::Pool, &[], &wait.into(), |attachment| {
-            let session = LendSession::of(attachment, &TERMS)?;
-            Ok(PoolClient { session })
-        })
-    }
-}
-
 /// A peer of a pool that allocates from the owner's memory.
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, Pool, PoolClient};
+/// use warpipe::{Device, Domain, OpenOptions, Pool, PoolClient, PoolOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-client-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let pool = Pool::builder("scratch").domain(&domain).device(&device).build()?;
+/// let pool = Pool::new("scratch", PoolOptions::at(&domain, &device))?;
 ///
 /// // In any process of this user:
-/// let opener = PoolClient::opener("scratch").domain(&domain).device(&device);
-/// let client = opener.open(Duration::ZERO)?;
+/// let client = PoolClient::open("scratch", OpenOptions::at(&domain, &device), Duration::ZERO)?;
 /// let block = client.allocate(4096, Duration::ZERO)?;
 /// assert_eq!(pool.stats().lent_bytes, 4096);
 /// drop(block);
@@ -66,18 +50,21 @@ pub struct PoolClient {
 }
 
 impl PoolClient {
-    /// Connects to the pool of this name, in the environment's domain and with the preferred
-    /// device. [`opener`](Self::opener) has options.
+    /// Connects to the pool of this name, to use its memory on the device of the options.
     ///
     /// # Errors
-    /// As [`Opener`]`::open`.
-    pub fn open(name: &str) -> Result<PoolClient> {
-        PoolClient::opener(name).open(Duration::ZERO)
-    }
-
-    /// The options with which the pool of this name is connected to.
-    pub fn opener(name: &str) -> Opener<PoolClient> {
-        Opener::new(name)
+    /// [`Error::NotFound`] when no process serves it, or its owner has died (`was_there`);
+    /// [`Error::OtherKind`], [`Error::Refused`] (also for a device that
+    /// cannot reach its memory), [`Error::Timeout`]; [`Error::Name`].
+    pub fn open<'w>(
+        name: &str,
+        options: OpenOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<PoolClient> {
+        options.open(name, Kind::Pool, wait, |attachment| {
+            let session = LendSession::of(attachment, &TERMS)?;
+            Ok(PoolClient { session })
+        })
     }
 
     /// The pool's name.

@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use self::allocator::users::OverQuota;
 pub use self::allocator::users::{PoolUsage, Quota};
-pub use self::buffer::{Buffer, Pool, PoolBuilder, PoolStats};
+pub use self::buffer::{Buffer, Pool, PoolOptions, PoolStats};
 pub use self::client::PoolClient;
 use crate::error::Error;
 

@@ -1,6 +1,7 @@
 //! The users of a pool, played by one process. The conformance suite and `hostile::tenants` have
 //! processes of other users.
 
+use std::collections::HashMap;
 use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,18 +12,18 @@ use super::*;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::ipc::{decode, encode};
 use crate::lend::{LendReply, LendRequest};
-use crate::{Error, LentBuffer};
+use crate::{Error, LentBuffer, OpenOptions};
 
 const NO_WAIT: Duration = Duration::ZERO;
 
 /// A pool of `limit` bytes, with these options.
-fn stage(title: &str, limit: u64, options: impl FnOnce(PoolBuilder) -> PoolBuilder) -> Stage {
+fn stage(title: &str, limit: u64, options: impl FnOnce(PoolOptions) -> PoolOptions) -> Stage {
     let mut stage = Stage::new(title);
-    let builder = Pool::builder("users")
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .memory_limit(limit);
-    stage.pool = options(builder).build().unwrap();
+    let defaults = PoolOptions {
+        memory_limit: limit,
+        ..PoolOptions::at(&stage.domain, &stage.device)
+    };
+    stage.pool = Pool::new("users", options(defaults)).unwrap();
     stage
 }
 
@@ -36,8 +37,12 @@ fn tenant(number: u32) -> u32 {
 }
 
 fn client(stage: &Stage) -> PoolClient {
-    let opener = PoolClient::opener("users").domain(&stage.domain);
-    opener.device(&stage.device).open(Duration::ZERO).unwrap()
+    PoolClient::open(
+        "users",
+        OpenOptions::at(&stage.domain, &stage.device),
+        Duration::ZERO,
+    )
+    .unwrap()
 }
 
 /// The fields of a quota error: its user, bytes used and allowed, blocks used and allowed.
@@ -65,7 +70,10 @@ fn each_user_has_its_quota_of_bytes_and_of_blocks_and_the_pools_own_user_none() 
         bytes: 4 * MIB,
         blocks: 2,
     };
-    let stage = stage("quota", 64 * MIB, |it| it.user_quota(quota));
+    let stage = stage("quota", 64 * MIB, |it| PoolOptions {
+        user_quota: quota,
+        ..it
+    });
     let (a, b) = (tenant(0), tenant(1));
     let take = |uid, bytes| stage.pool.allocate_for(uid, bytes, NO_WAIT);
     let one = take(a, 3 * MIB).unwrap();
@@ -102,10 +110,10 @@ fn a_quota_for_one_user_replaces_that_of_all_and_may_be_the_own_users() {
         bytes,
         ..Quota::default()
     };
-    let stage = stage("override", 64 * MIB, |it| {
-        it.user_quota(quota(2 * MIB))
-            .quota_for(tenant(0), quota(6 * MIB))
-            .quota_for(own_uid(), quota(3 * MIB))
+    let stage = stage("override", 64 * MIB, |it| PoolOptions {
+        user_quota: quota(2 * MIB),
+        quota_for: HashMap::from([(tenant(0), quota(6 * MIB)), (own_uid(), quota(3 * MIB))]),
+        ..it
     });
     let (own, client) = (
         stage.pool.allocate(MIB, Duration::ZERO).unwrap(),
@@ -134,7 +142,10 @@ fn a_client_over_its_quota_waits_for_blocks_of_its_user_and_not_for_ever() {
         bytes: 2 * MIB,
         blocks: 1,
     };
-    let stage = stage("wait", 64 * MIB, |it| it.quota_for(own_uid(), quota));
+    let stage = stage("wait", 64 * MIB, |it| PoolOptions {
+        quota_for: HashMap::from([(own_uid(), quota)]),
+        ..it
+    });
     let (one, other) = (client(&stage), client(&stage));
     let held = one.allocate(MIB, Duration::ZERO).unwrap();
     let brief = Duration::from_millis(20);
@@ -163,8 +174,10 @@ fn nothing_is_allocated_with_a_quota_of_zero_and_no_length_overflows_one() {
             ..Quota::default()
         },
     ] {
-        let stage = stage("zero", 64 * MIB, |it| {
-            it.user_quota(quota).quota_for(own_uid(), quota)
+        let stage = stage("zero", 64 * MIB, |it| PoolOptions {
+            user_quota: quota,
+            quota_for: HashMap::from([(own_uid(), quota)]),
+            ..it
         });
         for bytes in [1, MIB, u64::MAX - 511, u64::MAX] {
             for uid in [own_uid(), tenant(0)] {
@@ -179,7 +192,10 @@ fn nothing_is_allocated_with_a_quota_of_zero_and_no_length_overflows_one() {
         bytes: 1,
         ..Quota::default()
     };
-    let limited = stage("one", 64 * MIB, |it| it.user_quota(least));
+    let limited = stage("one", 64 * MIB, |it| PoolOptions {
+        user_quota: least,
+        ..it
+    });
     // A block takes 512 bytes, and this is one more than the quota.
     assert_eq!(
         quota_error(limited.pool.allocate_for(tenant(0), 1, NO_WAIT)).2,
@@ -189,7 +205,10 @@ fn nothing_is_allocated_with_a_quota_of_zero_and_no_length_overflows_one() {
         bytes: u64::MAX,
         ..Quota::default()
     };
-    let unlimited = stage("most", 4 * MIB, |it| it.user_quota(most));
+    let unlimited = stage("most", 4 * MIB, |it| PoolOptions {
+        user_quota: most,
+        ..it
+    });
     let held = unlimited
         .pool
         .allocate_for(tenant(0), MIB, NO_WAIT)
@@ -207,7 +226,10 @@ fn a_released_block_counts_until_its_stream_is_past_it() {
         bytes: 2 * MIB,
         blocks: 1,
     };
-    let stage = stage("fenced", 64 * MIB, |it| it.user_quota(quota));
+    let stage = stage("fenced", 64 * MIB, |it| PoolOptions {
+        user_quota: quota,
+        ..it
+    });
     let (stream, go) = busy(&stage.device);
     let take = |timeout| stage.pool.allocate_for(tenant(0), MIB, timeout);
     take(NO_WAIT).unwrap().free(&stream).unwrap();
@@ -222,8 +244,10 @@ fn requests_at_the_same_time_never_exceed_a_quota_together() {
         bytes: 3 * MIB,
         blocks: 1,
     };
-    let stage = stage("race", 1024 * MIB, |it| {
-        it.user_quota(quota).quota_for(own_uid(), quota)
+    let stage = stage("race", 1024 * MIB, |it| PoolOptions {
+        user_quota: quota,
+        quota_for: HashMap::from([(own_uid(), quota)]),
+        ..it
     });
     let clients = [client(&stage), client(&stage)];
     let (is_over, together) = (AtomicBool::new(false), Barrier::new(4));
@@ -446,8 +470,10 @@ fn a_user_without_blocks_can_have_its_whole_quota_in_one_block_whatever_it_had_b
     };
     // The pool has room for the quota, and then for no more than that.
     for limit in [64 * MIB, 8 * MIB] {
-        let stage = stage("whole", limit, |it| {
-            it.user_quota(quota).quota_for(own_uid(), quota)
+        let stage = stage("whole", limit, |it| PoolOptions {
+            user_quota: quota,
+            quota_for: HashMap::from([(own_uid(), quota)]),
+            ..it
         });
         let client = client(&stage);
         for whole in [7 * MIB, 8 * MIB] {
@@ -499,7 +525,7 @@ impl crate::ipc::SessionObserver for Ignorant {}
 
 #[test]
 fn a_session_that_closes_while_it_has_blocks_keeps_its_place_until_it_has_none() {
-    let stage = stage("places", 64 * MIB, |it| it.peers_max(2));
+    let stage = stage("places", 64 * MIB, |it| PoolOptions { peers_max: 2, ..it });
     let ask = crate::ipc::encode(&LendRequest::Memory(PoolRequest::Block { bytes: 1 })).unwrap();
     for _ in 0..2 {
         let session = session(&stage).unwrap();
@@ -604,8 +630,12 @@ fn an_import_that_the_driver_holds_up_delays_no_block_of_another_region() {
     let stage = stage("held-up", 64 * MIB, |it| it);
     let hook = Wrapped::new(stage.device.backend().clone(), Holding::default());
     let device = crate::Device::from_backend(hook.clone());
-    let opener = PoolClient::opener("users").domain(&stage.domain);
-    let client = opener.device(&device).open(Duration::ZERO).unwrap();
+    let client = PoolClient::open(
+        "users",
+        OpenOptions::at(&stage.domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap();
     let first = client.allocate(MIB, NO_WAIT).unwrap();
     hook.hook().hold("import");
     std::thread::scope(|scope| {

@@ -15,10 +15,10 @@
 //! stream uses its memory; a `LinkReceiver` takes the samples of one. Formats:
 //! `docs/design/protocol.md`. Deaths: `docs/design/recovery.md`.
 
-mod builder;
 pub(crate) mod entry;
 mod link_end;
 mod observer;
+mod options;
 pub(crate) mod place;
 mod publisher;
 mod publisher_core;
@@ -29,13 +29,14 @@ mod subscriber;
 mod subscriber_link;
 mod unicast;
 
-pub use builder::{PeerCredentials, Policy, PublisherBuilder, SubscriberInfo};
 pub(crate) use observer::{Reply, ReplyLink, SubscriberChanges};
+pub(crate) use options::PublisherRole;
+pub use options::{PeerCredentials, Policy, PublisherOptions, SubscriberInfo};
 pub use publisher::{Publisher, SampleMut, SendError};
 pub(crate) use publisher_core::REPLIES;
 pub use publisher_core::{SlotHold, SlotReturn};
 pub(crate) use sample::RawSample;
 pub use sample::{Discontinuity, PreviousPublisher, Receipt, Sample};
 pub(crate) use subscriber::LinkReceiver;
-pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
+pub use subscriber::{Samples, Subscriber, SubscriberOptions};
 pub(crate) use unicast::{Forwarded, RetainedSlot};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use self::loan::check_length;
 pub use self::loan::{SampleMut, SendError};
-use super::builder::{PublisherBuilder, SubscriberInfo};
+use super::options::{PublisherOptions, PublisherRole, SubscriberInfo};
 use super::publisher_core::{Given, PublisherCore, Recipients, SendFailure};
 use super::subscriber::Subscriber;
 use super::subscriber_link::{LinkPhase, SubscriberLink};
@@ -15,8 +15,10 @@ use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
+use crate::ipc::Kind;
 use crate::ipc::domain::EndpointName;
 use crate::memory::arena::check_limit;
+use crate::options::{chosen_device, chosen_domain};
 use crate::pubsub::entry::Metadata;
 use crate::slow_path::SlowPath;
 use crate::stream::Stream;
@@ -26,50 +28,17 @@ use crate::wait::Wait;
 /// The highest number that may be skipped to.
 const SEQUENCE_MAX: u64 = 1 << 62;
 
-impl PublisherBuilder {
-    /// Takes the name and starts to listen.
-    ///
-    /// # Errors
-    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken) (with the
-    /// holder's pid), [`Error::ForeignFile`](crate::Error::ForeignFile),
-    /// [`Error::Domain`](crate::Error::Domain), [`Error::Argument`](crate::Error::Argument), or an
-    /// error of the device or the system. On an error nothing is left behind.
-    pub fn build(self) -> Result<Publisher> {
-        self.check()?;
-        let name = EndpointName::new(&self.name)?;
-        let domain = self.shared.domain()?;
-        let device = self.shared.device();
-        check_limit(&device, self.shared.memory_limit)?;
-        let claim = domain.claim(&name, self.shared.access.is_open_to_others())?;
-        let core = PublisherCore::new(self, device, claim)?;
-        Ok(Publisher {
-            core: LeakOnFork::new(core),
-        })
-    }
-
-    /// The sender of replies to what `subscriber` receives, over its link. It has no name of its
-    /// own.
-    pub(crate) fn build_over(self, subscriber: &Subscriber) -> Result<Publisher> {
-        self.check()?;
-        let (domain, device) = (self.shared.domain()?, self.shared.device());
-        check_limit(&device, self.shared.memory_limit)?;
-        let link = subscriber.link_of_replies()?;
-        let core = PublisherCore::of_replies(self, device, domain.identity(), link)?;
-        Ok(Publisher {
-            core: LeakOnFork::new(core),
-        })
-    }
-}
-
 /// Hands tensors in device memory to any number of subscribers.
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{DType, Device, Domain, Layout, Publisher, Subscriber};
+/// use warpipe::{
+///     DType, Device, Domain, Layout, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+/// };
 /// # let folder = std::env::temp_dir().join(format!("warpipe-doc-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let publisher = Publisher::builder("camera/front").domain(&domain).device(&device).build()?;
-/// let mut subscriber = Subscriber::builder("camera/front").domain(&domain).device(&device).build()?;
+/// let publisher = Publisher::new("camera/front", PublisherOptions::at(&domain, &device))?;
+/// let mut subscriber = Subscriber::new("camera/front", SubscriberOptions::at(&domain, &device))?;
 ///
 /// let stream = device.stream()?;
 /// let mut frame = publisher.loan(&Layout::contiguous(DType::U8, &[2, 3])?)?;
@@ -87,9 +56,51 @@ pub struct Publisher {
 }
 
 impl Publisher {
-    /// A builder for a publisher of `name`.
-    pub fn builder(name: &str) -> PublisherBuilder {
-        PublisherBuilder::new(name)
+    /// Takes the name and starts to listen.
+    ///
+    /// # Errors
+    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken) (with the
+    /// holder's pid), [`Error::ForeignFile`](crate::Error::ForeignFile),
+    /// [`Error::Domain`](crate::Error::Domain), [`Error::Argument`](crate::Error::Argument), or an
+    /// error of the device or the system. On an error nothing is left behind.
+    pub fn new(name: &str, options: PublisherOptions) -> Result<Publisher> {
+        Publisher::with_role(name, options, PublisherRole::of(Kind::Publisher))
+    }
+
+    /// The publisher that is a part of another endpoint.
+    pub(crate) fn with_role(
+        name: &str,
+        options: PublisherOptions,
+        role: PublisherRole,
+    ) -> Result<Publisher> {
+        options.check()?;
+        let name = EndpointName::new(name)?;
+        let (domain, device) = (
+            chosen_domain(&options.domain)?,
+            chosen_device(&options.device),
+        );
+        check_limit(&device, options.memory_limit)?;
+        let claim = domain.claim(&name, options.access_policy().is_open_to_others())?;
+        let core = PublisherCore::new(name.as_str(), options, role, device, claim)?;
+        Ok(Publisher {
+            core: LeakOnFork::new(core),
+        })
+    }
+
+    /// The sender of replies to what `subscriber` receives, over its link. It has no name of its
+    /// own.
+    pub(crate) fn over(
+        subscriber: &Subscriber,
+        options: PublisherOptions,
+        kind: Kind,
+    ) -> Result<Publisher> {
+        options.check()?;
+        let device = chosen_device(&options.device);
+        check_limit(&device, options.memory_limit)?;
+        let core = PublisherCore::of_replies(subscriber, options, PublisherRole::of(kind), device)?;
+        Ok(Publisher {
+            core: LeakOnFork::new(core),
+        })
     }
 
     /// The name of this publisher.
@@ -219,15 +230,16 @@ impl Publisher {
     ///
     /// ```
     /// # use std::time::Duration;
-    /// # use warpipe::{Device, Domain, Publisher, Subscriber};
+    /// # use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-skip-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// let first = Publisher::builder("a").domain(&domain).device(&device).build()?;
-    /// let mut from = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+    /// let first = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
+    /// let mut from = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
     /// let source = from.publisher_source().unwrap();
-    /// let builder = Publisher::builder("b").domain(&domain).device(&device);
-    /// let forwarder = builder.forwards(source).build()?;
-    /// let mut subscriber = Subscriber::builder("b").domain(&domain).device(&device).build()?;
+    /// let place = PublisherOptions::at(&domain, &device);
+    /// let options = PublisherOptions { forwards: Some(source), ..place };
+    /// let forwarder = Publisher::new("b", options)?;
+    /// let mut subscriber = Subscriber::new("b", SubscriberOptions::at(&domain, &device))?;
     ///
     /// let stream = device.stream()?;
     /// for number in 1..=3 {
@@ -248,7 +260,7 @@ impl Publisher {
     ///
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) for a number that has been given, or is 0, and
-    /// for a publisher that was built without [`forwards`](PublisherBuilder::forwards);
+    /// for a publisher that was built without [`forwards`](PublisherOptions::forwards);
     /// [`Error::Forked`](crate::Error::Forked).
     #[doc(hidden)] // For the bridge.
     pub fn skip_to(&self, sequence: u64) -> Result<()> {
@@ -322,7 +334,7 @@ impl Publisher {
     /// no process has them mapped.
     pub fn memory_in_use(&self) -> (u64, u64) {
         let Ok(core) = self.core.get() else {
-            return (0, self.core.options.shared.memory_limit);
+            return (0, self.core.options.memory_limit);
         };
         let state = core.lock();
         (state.region_bytes(), state.arena.limit())

@@ -25,7 +25,8 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use self::slot_fences::SlotFences;
 use self::state::PublisherState;
-use super::builder::PublisherBuilder;
+use super::options::{PublisherOptions, PublisherRole};
+use super::subscriber::Subscriber;
 use super::subscriber_link::SubscriberLink;
 use crate::atomic::{self, AtomicU32};
 use crate::device::Device;
@@ -34,7 +35,6 @@ use crate::fork::OwnerProcess;
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::NameClaim;
 use crate::mutex::LockUnpoisoned;
-use crate::pubsub::publisher_link::PublisherLink;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor, new_generation};
 use crate::runtime::timed_lock::TimedLock;
@@ -49,7 +49,8 @@ const POLLS: u32 = 16_000;
 /// The shared part of a publisher.
 pub(super) struct PublisherCore {
     pub(super) owner_process: OwnerProcess,
-    pub(super) options: PublisherBuilder,
+    pub(super) options: PublisherOptions,
+    pub(super) role: PublisherRole,
     pub(super) name: String,
     pub(super) device: Device,
     generation: [u8; 16],
@@ -95,48 +96,53 @@ impl std::fmt::Debug for PublisherCore {
 impl PublisherCore {
     /// A publisher at a name that it has claimed.
     pub(super) fn new(
-        options: PublisherBuilder,
+        name: &str,
+        options: PublisherOptions,
+        role: PublisherRole,
         device: Device,
         claim: NameClaim,
     ) -> Result<Arc<PublisherCore>> {
         let domain = claim.domain_identity();
-        let core = PublisherCore::assemble(options, device, domain, Some(claim))?;
+        let core = PublisherCore::assemble((name, domain), options, role, device, Some(claim))?;
         core.acceptor.iter().try_for_each(|it| it.listen())?;
         core.reactor.register_ticks(core.this.clone());
         Ok(core)
     }
 
-    /// The sender of the replies to what `partner` receives.
+    /// The sender of the replies to what `subscriber` receives.
     pub(super) fn of_replies(
-        options: PublisherBuilder,
+        subscriber: &Subscriber,
+        options: PublisherOptions,
+        role: PublisherRole,
         device: Device,
-        domain: [u64; 2],
-        partner: Arc<PublisherLink>,
     ) -> Result<Arc<PublisherCore>> {
-        let core = PublisherCore::assemble(options, device, domain, None)?;
+        let partner = subscriber.link_of_replies()?;
+        let at = (subscriber.name(), subscriber.domain_identity());
+        let core = PublisherCore::assemble(at, options, role, device, None)?;
         core.reply_over(partner)?;
         core.reactor.register_ticks(core.this.clone());
         Ok(core)
     }
 
     fn assemble(
-        options: PublisherBuilder,
+        (name, domain): (&str, [u64; 2]),
+        options: PublisherOptions,
+        role: PublisherRole,
         device: Device,
-        domain: [u64; 2],
         claim: Option<NameClaim>,
     ) -> Result<Arc<PublisherCore>> {
         let reactor = Reactor::of_process()?;
         let fences = SlotFences::new(&device, options.history > 0)?;
         let generation = new_generation();
         let row = EndpointRow::open(&EndpointWords {
-            kind: options.kind,
+            kind: role.kind,
             role: Role::Owner,
-            name: &options.name,
+            name,
             domain,
             device: Some(device.info().id),
             generation,
             depth: options.depth,
-            memory_max: options.shared.memory_limit,
+            memory_max: options.memory_limit,
         });
         Ok(Arc::new_cyclic(|me: &Weak<PublisherCore>| PublisherCore {
             owner_process: OwnerProcess::current(),
@@ -150,16 +156,17 @@ impl PublisherCore {
             streams: Arc::default(),
             acceptor: claim.map(|claim| {
                 let acceptor = AcceptorOptions {
-                    name: options.name.clone(),
-                    kind: options.kind,
-                    access_policy: options.shared.access.clone(),
-                    handshake_timeout: options.shared.handshake_timeout,
+                    name: name.to_string(),
+                    kind: role.kind,
+                    access_policy: options.access_policy(),
+                    handshake_timeout: options.handshake_timeout,
                     runs_on_control_thread: true,
                 };
                 Acceptor::new(claim, acceptor, &reactor, me.clone())
             }),
-            name: options.name.clone(),
+            name: name.to_string(),
             options,
+            role,
             device,
         }))
     }
@@ -189,7 +196,7 @@ impl PublisherCore {
     pub(super) fn notify(&self) {
         self.changes.fetch_add(1, Release);
         atomic::wake(&self.changes);
-        let observer = self.options.observer.iter();
+        let observer = self.role.observer.iter();
         observer.for_each(|observer| observer.tell());
     }
 

@@ -22,7 +22,7 @@ use crate::wait::Wait;
 pub struct Discontinuity {
     /// How many samples are missing between this one and the one received before it. 0 on the first
     /// sample of another publisher: its numbers begin anew, unless both
-    /// [forward](crate::PublisherBuilder::forwards) one source, and the numbers go on.
+    /// [forward](crate::PublisherOptions::forwards) one source, and the numbers go on.
     pub missing: u64,
     /// The publisher of the earlier samples, when it is another one than this sample's.
     pub previous: Option<PreviousPublisher>,
@@ -287,7 +287,7 @@ impl Sample {
 
     /// When the sample was sent, in nanoseconds of `CLOCK_MONOTONIC` (see
     /// [`crate::clock::now_ns`]), as stated by the sender; `None` from a publisher without
-    /// [`timestamps`](crate::PublisherBuilder::timestamps).
+    /// [`timestamps`](crate::PublisherOptions::timestamps).
     pub fn sent_at_ns(&self) -> Option<u64> {
         Some(self.raw.sent_ns).filter(|&sent| sent != 0)
     }
@@ -307,7 +307,7 @@ impl Sample {
 
     /// The break before this sample, if there is one: samples of its publisher are missing, by a
     /// policy that drops, [`skip_to`](crate::Publisher::skip_to), or the death of their sender; or
-    /// with [`reconnect`](crate::SubscriberBuilder::reconnect) it is the first sample of another
+    /// with [`reconnect`](crate::SubscriberOptions::reconnect) it is the first sample of another
     /// incarnation, or of the same one after the link had ended. None on the first sample that a
     /// subscriber receives of its first publisher, whatever its number.
     pub fn discontinuity(&self) -> Option<Discontinuity> {

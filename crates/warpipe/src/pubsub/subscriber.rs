@@ -1,8 +1,8 @@
 //! The public subscriber: its handle, receiving, and the next publisher after one has gone. How it
 //! sleeps and is woken: [`wait`]; the samples of one link, and replies: [`link_receiver`].
 
-mod builder;
 mod link_receiver;
+mod options;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -11,24 +11,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-pub use builder::SubscriberBuilder;
 pub(crate) use link_receiver::LinkReceiver;
+pub use options::SubscriberOptions;
 
 use self::link_receiver::EndedLink;
 use self::wait::{DOORBELL, TickRinger, WAKE};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
-use crate::device::Device;
 use crate::error::{Error, ErrorKind, HandshakeFault, Result};
 use crate::fork::OwnerProcess;
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
-use crate::ipc::domain::{Arrivals, Domain, EndpointName};
-use crate::ipc::peer::ORPHAN_TIMEOUT;
+use crate::ipc::domain::{Arrivals, EndpointName};
 use crate::ipc::{self, PeerState, until_found};
 use crate::nvtx;
-use crate::options::EndpointOptions;
+use crate::options::{chosen_device, chosen_domain};
 use crate::pubsub::entry::Violation;
 use crate::pubsub::observer::ReplyLink;
 use crate::runtime::attempt::Attempt;
@@ -53,15 +51,15 @@ const RETRY: Duration = Duration::from_millis(100);
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use warpipe::{Device, Domain, Publisher, Subscriber};
+/// # use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-async-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// # let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
+/// # let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
 /// # let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
 /// # runtime.block_on(async {
 /// use tokio::io::unix::AsyncFd;
 ///
-/// let subscriber = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+/// let subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
 /// let stream = device.stream()?;
 /// publisher.send_bytes(&stream, b"hello")?;
 ///
@@ -82,7 +80,7 @@ const RETRY: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Subscriber {
     owner_process: OwnerProcess,
-    options: SubscriberBuilder,
+    options: SubscriberOptions,
     at: ConnectOptions,
     /// Rings the doorbell when a new publisher may have appeared. Only with `reconnect`.
     arrivals: Option<Arrivals>,
@@ -109,32 +107,49 @@ pub struct Subscriber {
 }
 
 impl Subscriber {
-    /// A builder for a subscriber to `name`.
-    pub fn builder(name: &str) -> SubscriberBuilder {
-        SubscriberBuilder {
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
-            reconnect: false,
-            kind: Kind::Publisher,
-            orphan_timeout: ORPHAN_TIMEOUT,
-            has_replies: false,
-        }
+    /// Finds the publisher and attaches.
+    ///
+    /// # Errors
+    /// [`NotFound`](crate::Error::NotFound), [`OtherKind`](crate::Error::OtherKind),
+    /// [`Handshake`](crate::Error::Handshake), [`Refused`](crate::Error::Refused),
+    /// [`Device`](crate::Error::Device), [`Os`](crate::Error::Os), or an error of the driver. On an
+    /// error nothing is left behind.
+    pub fn new(name: &str, options: SubscriberOptions) -> Result<Subscriber> {
+        Subscriber::wait_for(name, options, Duration::ZERO)
     }
 
-    fn new(
-        options: SubscriberBuilder,
-        name: EndpointName,
-        domain: Domain,
-        device: Device,
-        wait: &Wait<'_>,
+    /// Waits for a publisher of the name, and attaches.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); [`Timeout`](crate::Error::Timeout) when the wait is cancelled while a
+    /// publisher does not answer.
+    pub fn wait_for<'w>(
+        name: &str,
+        options: SubscriberOptions,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<Subscriber> {
+        Subscriber::to_kind(name, options, (Kind::Publisher, false), wait)
+    }
+
+    /// A subscriber to another kind of endpoint than a publisher, and whether it sends replies to
+    /// it.
+    pub(crate) fn to_kind<'w>(
+        name: &str,
+        options: SubscriberOptions,
+        (kind, has_replies): (Kind, bool),
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Subscriber> {
+        let name = EndpointName::new(name)?;
+        let domain = chosen_domain(&options.domain)?;
+        let device = chosen_device(&options.device);
+        let wait = &wait.into();
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let readable = EpollSet::new("a subscriber")?;
         readable.add(&*doorbell, DOORBELL, EventFlags::IN)?;
         let rings = || domain.ring_at_arrivals(doorbell.clone());
         let arrivals = options.reconnect.then(rings).transpose()?;
         let row = EndpointRow::open(&EndpointWords {
-            kind: options.kind,
+            kind,
             role: Role::Peer,
             name: name.as_str(),
             domain: domain.identity(),
@@ -148,10 +163,10 @@ impl Subscriber {
             name,
             device,
             doorbell,
-            timeout: options.shared.handshake_timeout,
+            timeout: options.handshake_timeout,
             orphan_timeout: options.orphan_timeout,
-            kind: options.kind,
-            has_replies: options.has_replies,
+            kind,
+            has_replies,
         };
         let mut subscriber = Subscriber {
             owner_process: OwnerProcess::current(),
@@ -213,6 +228,11 @@ impl Subscriber {
         self.at.name.as_str()
     }
 
+    /// The domain of the publisher's name.
+    pub(super) fn domain_identity(&self) -> [u64; 2] {
+        self.at.domain.identity()
+    }
+
     fn link(&self) -> Option<&Arc<PublisherLink>> {
         self.attached.as_ref().map(|attached| &attached.link)
     }
@@ -229,7 +249,7 @@ impl Subscriber {
 
     /// Random bytes that name the incarnation of the publisher that gave the samples their numbers:
     /// that of this subscriber's publisher, or of the one that it
-    /// [forwards](crate::PublisherBuilder::forwards). `None` while there is no publisher.
+    /// [forwards](crate::PublisherOptions::forwards). `None` while there is no publisher.
     #[doc(hidden)] // For the bridge.
     pub fn publisher_source(&self) -> Option<[u8; 16]> {
         self.link().map(|link| link.terms.source)
@@ -250,7 +270,7 @@ impl Subscriber {
 
     fn not_found(&self) -> Error {
         Error::NotFound {
-            kind: self.options.kind,
+            kind: self.at.kind,
             name: self.at.name.to_string(),
             domain: self.at.domain.path().to_owned(),
             was_there: false,
@@ -322,7 +342,7 @@ impl Subscriber {
             return Err(self.nothing_within(wait));
         }
         loop {
-            let polls = Polls::for_at_most(self.options.shared.spin.min(wait.time_left()));
+            let polls = Polls::for_at_most(self.options.spin.min(wait.time_left()));
             if let Some(sample) = self.poll_while(polls, stream, wait)? {
                 return Ok(sample);
             }
@@ -445,10 +465,7 @@ impl Subscriber {
     /// Begins the handshake with the next publisher.
     fn reconnect(&self) -> Result<Attempt<Arc<PublisherLink>>> {
         let options = self.at.clone();
-        let socket = self
-            .at
-            .domain
-            .connect(&self.at.name, self.options.kind, None)?;
+        let socket = self.at.domain.connect(&self.at.name, self.at.kind, None)?;
         let reach = move |wait: &Wait<'_>| {
             options.shake_hands(socket, &HandshakeLimit::new(options.timeout, wait))
         };

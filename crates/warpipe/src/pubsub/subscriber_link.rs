@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::builder::{Policy, SubscriberInfo};
+use super::options::{Policy, SubscriberInfo};
 use crate::backend::{DeviceId, StreamOp};
 use crate::clock::now_ns;
 use crate::fork::CloseOnForkFd;

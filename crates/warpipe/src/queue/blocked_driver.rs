@@ -6,7 +6,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use super::tests::QueueFixture;
-use super::{JobHandle, Loan, Queue, QueueBuilder, SubmitError, Worker};
+use super::{JobHandle, Loan, Queue, QueueOptions, SubmitError, Worker};
 use crate::backend::testing::{FullQueue, Hook, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
@@ -29,7 +29,7 @@ struct Scene {
 }
 
 impl Scene {
-    fn new(pick_worker: impl FnOnce(QueueBuilder) -> QueueBuilder) -> Scene {
+    fn new(pick_worker: impl FnOnce(QueueOptions) -> QueueOptions) -> Scene {
         let (hook, device) = FullQueue::device();
         let fixture = QueueFixture::on(device);
         Scene {
@@ -105,7 +105,7 @@ fn work(mut worker: Worker, stream: &Stream) -> (Worker, u64, Vec<u8>) {
 
 #[test]
 fn other_calls_of_a_queue_go_on_while_a_full_launch_queue_holds_up_a_submit() {
-    let scene = Scene::new(|it| it.prefetch(1));
+    let scene = Scene::new(|it| QueueOptions { prefetch: 1, ..it });
     let (queue, stream) = (scene.queue.clone(), scene.fixture.stream.clone());
     let first = scene.worker();
     let early = queue.submit_bytes(b"early", &stream).unwrap();
@@ -163,7 +163,10 @@ fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharme
 
 #[test]
 fn a_worker_that_leaves_while_its_job_is_held_up_costs_the_job_no_attempt() {
-    let scene = Scene::new(|it| it.max_attempts(1));
+    let scene = Scene::new(|it| QueueOptions {
+        max_attempts: 1,
+        ..it
+    });
     let leaver = scene.worker();
     let submitted = scene.submit_held_up();
     drop(leaver);
@@ -187,7 +190,10 @@ fn a_worker_that_leaves_while_its_job_is_held_up_costs_the_job_no_attempt() {
 #[test]
 fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_leaves() {
     for (is_given_back, attempt) in [(true, 1), (false, 2)] {
-        let scene = Scene::new(|it| it.max_attempts(attempt));
+        let scene = Scene::new(|it| QueueOptions {
+            max_attempts: attempt,
+            ..it
+        });
         let mut leaver = scene.worker();
         let submitted = scene.submit_held_up();
         let mut guard = scene.queue.dispatcher.lock();
@@ -217,7 +223,10 @@ fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_
 
 #[test]
 fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_again() {
-    let scene = Scene::new(|it| it.max_attempts(1));
+    let scene = Scene::new(|it| QueueOptions {
+        max_attempts: 1,
+        ..it
+    });
     let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let jobs = [1, 2].map(|byte| scene.queue.submit_bytes(&[byte], &stream).unwrap());
     let [(_first, first), (_second, mut second)] =
@@ -286,7 +295,7 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
 /// No thread of the queue gives a stream work for a job that waited.
 #[test]
 fn a_job_that_waited_is_given_out_once_its_data_is_complete_and_not_before() {
-    let scene = Scene::new(|it| it.prefetch(1));
+    let scene = Scene::new(|it| QueueOptions { prefetch: 1, ..it });
     let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
     let lease = worker.lease(&stream, PATIENCE).unwrap();
@@ -315,7 +324,7 @@ fn a_job_that_waited_is_given_out_once_its_data_is_complete_and_not_before() {
 
 #[test]
 fn an_event_loop_is_notified_of_a_result_while_the_data_of_another_job_is_not_complete() {
-    let scene = Scene::new(|it| it.prefetch(1));
+    let scene = Scene::new(|it| QueueOptions { prefetch: 1, ..it });
     let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
     let lease = worker.lease(&stream, PATIENCE).unwrap();

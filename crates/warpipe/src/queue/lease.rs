@@ -72,17 +72,17 @@ impl AnswerPublisher {
 /// The answer that is owed for a leased job, apart from its input: see [`Lease::split`].
 ///
 /// Each answer is given a [`Wait`]: for the owner to release earlier results, in place of the
-/// worker's [timeout](super::WorkerBuilder::answer_timeout), and for another thread's answer that
+/// worker's [timeout](super::WorkerOptions::answer_timeout), and for another thread's answer that
 /// the driver blocks, in place of 10 s. One that had to be given up comes back in the error.
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use warpipe::{Device, Domain, Queue, Worker};
+/// # use warpipe::{Device, Domain, Queue, QueueOptions, Worker, WorkerOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-answer-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// # let stream = device.stream()?;
-/// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
-/// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
+/// let queue = Queue::new("jobs", QueueOptions::at(&domain, &device))?;
+/// let mut worker = Worker::new("jobs", WorkerOptions::at(&domain, &device))?;
 /// let job = queue.submit_bytes(b"work", &stream)?;
 /// let (_input, answer) = worker.lease(&stream, Duration::from_secs(1))?.split();
 /// answer.complete(None, &stream, Duration::ZERO)?; // or an `AnswerError` with the handle, at once

@@ -21,7 +21,6 @@
 
 #[cfg(test)]
 mod blocked_driver;
-mod builder;
 mod delivery;
 mod dispatcher;
 mod job_handle;
@@ -31,6 +30,7 @@ mod job_table;
 mod job_table_tests;
 mod lease;
 mod loan;
+mod options;
 mod owner;
 #[cfg(loom)]
 #[path = "../../../../verify/src/states/queue.rs"]
@@ -43,12 +43,12 @@ mod worker;
 mod worker_leases;
 mod worker_session;
 
-pub use builder::QueueBuilder;
 pub use job_handle::JobHandle;
 pub use job_result::JobResult;
 pub use job_table::ResultOrder;
 pub use lease::{AnswerError, AnswerHandle, Lease};
 pub use loan::Loan;
+pub use options::QueueOptions;
 pub use owner::{Queue, QueueState, SubmitError};
 pub use watch::QueueWatch;
-pub use worker::{Worker, WorkerBuilder};
+pub use worker::{Worker, WorkerOptions};

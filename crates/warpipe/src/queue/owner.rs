@@ -38,11 +38,12 @@ pub struct QueueState {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{DType, Device, Domain, Layout, Queue, Worker};
+/// use warpipe::{DType, Device, Domain, Layout, Queue, QueueOptions, Worker, WorkerOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-queue-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
-/// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?; // in another process
+/// let queue = Queue::new("jobs", QueueOptions::at(&domain, &device))?;
+/// // In another process, as a rule:
+/// let mut worker = Worker::new("jobs", WorkerOptions::at(&domain, &device))?;
 ///
 /// let stream = device.stream()?;
 /// let mut input = queue.loan(&Layout::bytes_only(3)?)?;
@@ -177,7 +178,7 @@ impl Queue {
         })
     }
 
-    /// The next result, in the builder's [`ResultOrder`](crate::ResultOrder), of a job that its
+    /// The next result, in the options' [`ResultOrder`](crate::ResultOrder), of a job that its
     /// [`JobHandle`] has not taken. Waits for it.
     ///
     /// # Errors

@@ -9,17 +9,19 @@ use std::time::{Duration, Instant};
 use warpipe_testkit::{TempDir, temporary_folder};
 
 use super::wire::{Answer, AnswerKind, DeliveryTag};
-use super::{Queue, QueueBuilder, Worker};
+use super::{Queue, QueueOptions, Worker, WorkerOptions};
 use crate::device::Device;
 use crate::error::{Error, JobEnd, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::memory::arena::SLOTS_MAX;
+use crate::pubsub::PublisherRole;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::{Policy, Publisher, REPLIES, Sample, Subscriber, SubscriberChanges};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
+use crate::{PublisherOptions, SubscriberOptions};
 
 pub(super) const SOON: Duration = Duration::from_secs(10);
 
@@ -50,23 +52,20 @@ impl QueueFixture {
         self.build(|it| it)
     }
 
-    pub(super) fn build(&self, pick_worker: impl FnOnce(QueueBuilder) -> QueueBuilder) -> Queue {
-        pick_worker(
-            Queue::builder("jobs")
-                .domain(&self.domain)
-                .device(&self.device),
-        )
-        .build()
-        .unwrap()
+    pub(super) fn build(&self, pick_worker: impl FnOnce(QueueOptions) -> QueueOptions) -> Queue {
+        let options = QueueOptions::at(&self.domain, &self.device);
+        Queue::new("jobs", pick_worker(options)).unwrap()
     }
 
     pub(super) fn worker(&self) -> Worker {
-        Worker::builder("jobs")
-            .domain(&self.domain)
-            .device(&self.device)
-            .answer_timeout(SOON)
-            .build()
-            .unwrap()
+        Worker::new(
+            "jobs",
+            WorkerOptions {
+                answer_timeout: SOON,
+                ..WorkerOptions::at(&self.domain, &self.device)
+            },
+        )
+        .unwrap()
     }
 }
 
@@ -79,19 +78,15 @@ struct FakeWorker<'a> {
 
 impl<'a> FakeWorker<'a> {
     fn new(fixture: &'a QueueFixture) -> FakeWorker<'a> {
-        let jobs = Subscriber::builder("jobs")
-            .domain(&fixture.domain)
-            .device(&fixture.device)
-            .kind(Kind::Queue)
-            .with_replies()
-            .build()
-            .unwrap();
-        let answers = Publisher::builder("jobs")
-            .domain(&fixture.domain)
-            .device(&fixture.device)
-            .policy(Policy::Block { timeout: SOON })
-            .build_over(&jobs)
-            .unwrap();
+        let at = (&fixture.domain, &fixture.device);
+        let options = SubscriberOptions::at(at.0, at.1);
+        let jobs = Subscriber::to_kind("jobs", options, (Kind::Queue, true), Duration::ZERO);
+        let jobs = jobs.unwrap();
+        let options = PublisherOptions {
+            policy: Policy::Block { timeout: SOON },
+            ..PublisherOptions::at(at.0, at.1)
+        };
+        let answers = Publisher::over(&jobs, options, Kind::Publisher).unwrap();
         FakeWorker {
             fixture,
             answers,
@@ -195,14 +190,13 @@ fn garbage_for_an_answer_ends_its_link_alone() {
 fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
     let fixture = QueueFixture::new();
     let changes = Arc::new(SubscriberChanges::new().unwrap());
-    let queue = Publisher::builder("jobs")
-        .kind(Kind::Queue)
-        .domain(&fixture.domain)
-        .device(&fixture.device)
-        .observed_by(&changes)
-        .replies(4)
-        .build()
-        .unwrap();
+    let role = PublisherRole {
+        kind: Kind::Queue,
+        observer: Some(changes.clone()),
+        replies: 4,
+    };
+    let options = PublisherOptions::at(&fixture.domain, &fixture.device);
+    let queue = Publisher::with_role("jobs", options, role).unwrap();
     for bytes in [&b""[..], &[0; 25], &[1; 24], &[1; 256]] {
         let mut worker = fixture.worker();
         let mut sample = queue.loan(&Layout::bytes_only(8).unwrap()).unwrap();
@@ -224,13 +218,9 @@ fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
 #[test]
 fn a_loan_of_another_queue_is_refused_and_given_back() {
     let fixture = QueueFixture::new();
-    let (queue, other) = (
-        fixture.queue(),
-        Queue::builder("other")
-            .domain(&fixture.domain)
-            .device(&fixture.device),
-    );
-    let other = other.build().unwrap();
+    let queue = fixture.queue();
+    let options = QueueOptions::at(&fixture.domain, &fixture.device);
+    let other = Queue::new("other", options).unwrap();
     let loan = other.loan(&Layout::bytes_only(8).unwrap()).unwrap();
     let refused = queue.submit(loan, &fixture.stream).unwrap_err();
     assert!(matches!(refused.error, Error::Argument { .. }));
@@ -420,14 +410,17 @@ fn a_job_that_waits_for_its_data_holds_up_none_behind_it() {
 #[test]
 fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.max_attempts(1));
-    let worker = Worker::builder("jobs").domain(&fixture.domain);
+    let queue = fixture.build(|it| QueueOptions {
+        max_attempts: 1,
+        ..it
+    });
     // Memory for one region.
-    let worker = worker.device(&fixture.device).memory_limit(2 << 20);
-    let mut worker = worker
-        .answer_timeout(Duration::from_millis(20))
-        .build()
-        .unwrap();
+    let options = WorkerOptions {
+        memory_limit: 2 << 20,
+        answer_timeout: Duration::from_millis(20),
+        ..WorkerOptions::at(&fixture.domain, &fixture.device)
+    };
+    let mut worker = Worker::new("jobs", options).unwrap();
     let [first, second] = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let all = Layout::bytes_only(2 << 20).unwrap();
     let mut lease = worker.lease(&fixture.stream, SOON).unwrap();
@@ -454,9 +447,14 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
 fn an_answer_waits_for_memory_as_long_as_it_is_told_to_and_sleeps_meanwhile() {
     let fixture = QueueFixture::new();
     let queue = fixture.queue();
-    let worker = Worker::builder("jobs").domain(&fixture.domain);
-    let worker = worker.device(&fixture.device);
-    let mut worker = worker.answer_timeout(Duration::ZERO).build().unwrap();
+    let mut worker = Worker::new(
+        "jobs",
+        WorkerOptions {
+            answer_timeout: Duration::ZERO,
+            ..WorkerOptions::at(&fixture.domain, &fixture.device)
+        },
+    )
+    .unwrap();
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let (_input, answer) = worker.lease(&fixture.stream, SOON).unwrap().split();
     let nothing = Layout::bytes_only(0).unwrap();
@@ -502,12 +500,15 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     // A worker's ring, and one answer more.
     const ANSWERS: u32 = 65;
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.prefetch(ANSWERS));
-    let silent = Worker::builder("jobs").domain(&fixture.domain);
-    let silent = silent
-        .device(&fixture.device)
-        .answer_timeout(Duration::from_millis(20));
-    let mut silent = silent.build().unwrap();
+    let queue = fixture.build(|it| QueueOptions {
+        prefetch: ANSWERS,
+        ..it
+    });
+    let options = WorkerOptions {
+        answer_timeout: Duration::from_millis(20),
+        ..WorkerOptions::at(&fixture.domain, &fixture.device)
+    };
+    let mut silent = Worker::new("jobs", options).unwrap();
     queue.wait_for_workers(1, SOON).unwrap();
     let submit = |_| queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let jobs: Vec<_> = (0..ANSWERS).map(submit).collect();
@@ -534,13 +535,18 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
 #[test]
 fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.memory_limit(64 << 20));
-    let mut worker = Worker::builder("jobs")
-        .domain(&fixture.domain)
-        .device(&fixture.device)
-        .memory_limit(64 << 20)
-        .build()
-        .unwrap();
+    let queue = fixture.build(|it| QueueOptions {
+        memory_limit: 64 << 20,
+        ..it
+    });
+    let mut worker = Worker::new(
+        "jobs",
+        WorkerOptions {
+            memory_limit: 64 << 20,
+            ..WorkerOptions::at(&fixture.domain, &fixture.device)
+        },
+    )
+    .unwrap();
     for mebibytes in [40, 41, 30] {
         let layout = Layout::bytes_only(mebibytes << 20).unwrap();
         let job = queue.loan(&layout).unwrap();
@@ -557,7 +563,10 @@ fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
 fn a_result_that_comes_after_the_cancellation_stays_also_while_the_wait_polls() {
     for has_handle in [false, true] {
         let fixture = QueueFixture::new();
-        let (queue, stream) = (fixture.build(|it| it.spin(SOON)), &fixture.stream);
+        let (queue, stream) = (
+            fixture.build(|it| QueueOptions { spin: SOON, ..it }),
+            &fixture.stream,
+        );
         let mut worker = fixture.worker();
         let job = queue.submit_bytes(b"job", stream).unwrap();
         let lease = worker.lease(stream, SOON).unwrap();
@@ -629,10 +638,7 @@ fn a_shutdown_ends_the_workers_loops_after_the_last_job_and_frees_the_name() {
     for job in &jobs {
         drop(job.wait(&fixture.stream, SOON).unwrap());
     }
-    let after = Worker::builder("jobs")
-        .domain(&fixture.domain)
-        .device(&fixture.device)
-        .build();
+    let after = Worker::new("jobs", WorkerOptions::at(&fixture.domain, &fixture.device));
     assert!(matches!(after, Err(Error::NotFound { .. })), "{after:?}");
     let next = fixture.queue();
     assert_eq!(next.name(), "jobs");
@@ -669,7 +675,7 @@ fn a_shutdown_without_jobs_ends_the_workers_at_once() {
 #[test]
 fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|builder| builder.prefetch(1));
+    let queue = fixture.build(|it| QueueOptions { prefetch: 1, ..it });
     let jobs: Vec<_> = (0..3u8)
         .map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap())
         .collect();
@@ -696,10 +702,7 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
     assert!(queue.shutdown(Duration::ZERO).is_err());
     assert!(job.cancel().unwrap());
     assert!(matches!(
-        Worker::builder("jobs")
-            .domain(&fixture.domain)
-            .device(&fixture.device)
-            .build(),
+        Worker::new("jobs", WorkerOptions::at(&fixture.domain, &fixture.device)),
         Err(Error::NotFound { .. })
     ));
 }
@@ -735,7 +738,10 @@ fn a_wait_that_is_cancelled_while_it_sleeps_does_not_take_the_result_that_ends_t
 #[test]
 fn a_result_that_comes_while_a_wait_asks_whether_it_is_cancelled_ends_it_at_once() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.spin(Duration::ZERO));
+    let queue = fixture.build(|it| QueueOptions {
+        spin: Duration::ZERO,
+        ..it
+    });
     let mut worker = fixture.worker();
     let mut shortest = SOON;
     for _ in 0..20 {

@@ -9,79 +9,54 @@ use super::wire::DeliveryTag;
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
+use crate::ipc::{HANDSHAKE_TIMEOUT, Kind};
 use crate::nvtx;
-use crate::options::{EndpointOptions, option_setters};
-use crate::pubsub::{Policy, Publisher, Sample, Subscriber};
+use crate::options::{MEMORY_LIMIT, chosen_device, chosen_domain};
+use crate::pubsub::{Policy, Publisher, PublisherOptions, Sample, Subscriber, SubscriberOptions};
+use crate::runtime::spin::SPIN;
 use crate::stream::Stream;
 use crate::wait::Wait;
 
-/// The options of a worker. See [`Worker::builder`].
+/// The options of a [`Worker`].
 #[derive(Debug, Clone)]
-pub struct WorkerBuilder {
-    name: String,
-    shared: EndpointOptions,
-    answer_timeout: Duration,
-}
-
-impl WorkerBuilder {
-    option_setters! { (shared):
-        shared,
-        /// The domain to look in; the environment's by default.
-        domain,
-        /// The device to work with, which holds the results; [`Device::preferred`] by default.
-        device,
-        spin,
-        /// The most device memory that results may take, in bytes: 4 GiB by default.
-        memory_limit,
-        /// How long the queue may take to answer: 5 s by default.
-        handshake_timeout,
-    }
-
+pub struct WorkerOptions {
+    /// The domain to look in; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device to work with, which holds the results; [`Device::preferred`] by default.
+    pub device: Option<Device>,
+    /// The most device memory that results may take, in bytes: 4 GiB by default.
+    pub memory_limit: u64,
+    /// How long a wait polls before it sleeps: as [`SubscriberOptions::spin`].
+    pub spin: Duration,
+    /// How long the queue may take to answer: 5 s by default.
+    pub handshake_timeout: Duration,
     /// How long an answer may wait for the owner to release earlier results, and for memory: 10 s
     /// by default.
-    pub fn answer_timeout(mut self, timeout: Duration) -> Self {
-        self.answer_timeout = timeout;
-        self
-    }
+    pub answer_timeout: Duration,
+}
 
-    /// Finds the queue and attaches.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] when the queue does not exist; [`Error::OtherKind`] when the name is
-    /// no queue's; those of [`PublisherBuilder::build`](crate::PublisherBuilder::build) and
-    /// [`SubscriberBuilder::build`](crate::SubscriberBuilder::build).
-    pub fn build(self) -> Result<Worker> {
-        self.wait_for_queue(Duration::ZERO)
+impl Default for WorkerOptions {
+    fn default() -> WorkerOptions {
+        WorkerOptions {
+            domain: None,
+            device: None,
+            memory_limit: MEMORY_LIMIT,
+            spin: SPIN,
+            handshake_timeout: HANDSHAKE_TIMEOUT,
+            answer_timeout: Duration::from_secs(10),
+        }
     }
+}
 
-    /// Waits for the queue to exist, and attaches.
-    ///
-    /// # Errors
-    /// As [`build`](Self::build); [`Error::Timeout`] when the wait is cancelled while a queue does
-    /// not answer.
-    pub fn wait_for_queue<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Worker> {
-        // One domain and one device for both of its ends, also where they are the defaults.
-        let shared = (self.shared.clone()).at(&self.shared.domain()?, &self.shared.device());
-        let jobs = Subscriber::builder(&self.name)
-            .shared(&shared)
-            .kind(Kind::Queue)
-            .with_replies()
-            .wait_for_publisher(wait)?;
-        let answers = Publisher::builder(&self.name)
-            .shared(&shared)
-            .kind(Kind::Results)
-            .policy(Policy::Block {
-                timeout: self.answer_timeout,
-            })
-            .loan_timeout(self.answer_timeout)
-            .build_over(&jobs)?;
-        let queue_pid = jobs.publisher_pid().unwrap_or_default();
-        Ok(Worker {
-            jobs,
-            answers: Arc::new(AnswerPublisher::new(answers, queue_pid)),
-        })
+impl WorkerOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> WorkerOptions {
+        WorkerOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..WorkerOptions::default()
+        }
     }
 }
 
@@ -99,13 +74,50 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// A builder for a worker of this queue.
-    pub fn builder(name: &str) -> WorkerBuilder {
-        WorkerBuilder {
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
-            answer_timeout: Duration::from_secs(10),
-        }
+    /// Finds the queue and attaches.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when the queue does not exist; [`Error::OtherKind`] when the name is
+    /// no queue's; those of [`Publisher::new`](crate::Publisher::new) and [`Subscriber::new`].
+    pub fn new(queue: &str, options: WorkerOptions) -> Result<Worker> {
+        Worker::wait_for(queue, options, Duration::ZERO)
+    }
+
+    /// Waits for the queue to exist, and attaches.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); [`Error::Timeout`] when the wait is cancelled while a queue does not
+    /// answer.
+    pub fn wait_for<'w>(
+        queue: &str,
+        options: WorkerOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Worker> {
+        // One domain and one device for both of its ends, also where they are the defaults.
+        let (domain, device) = (
+            chosen_domain(&options.domain)?,
+            chosen_device(&options.device),
+        );
+        let receiving = SubscriberOptions {
+            spin: options.spin,
+            handshake_timeout: options.handshake_timeout,
+            ..SubscriberOptions::at(&domain, &device)
+        };
+        let jobs = Subscriber::to_kind(queue, receiving, (Kind::Queue, true), wait)?;
+        let timeout = options.answer_timeout;
+        let answering = PublisherOptions {
+            memory_limit: options.memory_limit,
+            handshake_timeout: options.handshake_timeout,
+            policy: Policy::Block { timeout },
+            loan_timeout: timeout,
+            ..PublisherOptions::at(&domain, &device)
+        };
+        let answers = Publisher::over(&jobs, answering, Kind::Results)?;
+        let queue_pid = jobs.publisher_pid().unwrap_or_default();
+        Ok(Worker {
+            jobs,
+            answers: Arc::new(AnswerPublisher::new(answers, queue_pid)),
+        })
     }
 
     /// The queue's name.

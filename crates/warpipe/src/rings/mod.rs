@@ -35,10 +35,10 @@ use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
-use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{AccessPolicy, Kind};
 use crate::memory::region::Region;
-use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
+use crate::options::{Attachment, OpenOptions, chosen_device, serve};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::shm::page::SharedPage;
@@ -89,73 +89,66 @@ fn take_turns((device, runs_beside): Seat, (other, beside): Seat) -> bool {
     device.kind == DeviceKind::Cuda && device == other && !(runs_beside && beside)
 }
 
-/// The options of a kernel ring. See [`KernelRing::builder`].
+/// The options of a [`KernelRing`].
 #[derive(Debug, Clone)]
-pub struct KernelRingBuilder {
-    name: String,
-    shared: EndpointOptions,
-    depth: u64,
-    slot_bytes: u64,
-    consumers: u32,
-    spin_limit: u64,
-    allows_time_slices: bool,
-}
-
-impl KernelRingBuilder {
-    option_setters! { (shared):
-        domain,
-        /// The device of the producer's kernels, on which the slots lie; [`Device::preferred`] by
-        /// default.
-        device,
-        allow_uids,
-        allow_gids,
-    }
-
+pub struct KernelRingOptions {
+    /// The domain of its name; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device of the producer's kernels, on which the slots lie; [`Device::preferred`] by
+    /// default.
+    pub device: Option<Device>,
     /// The number of slots, a power of two up to 1024; 8 by default.
-    pub fn depth(mut self, slots: u32) -> Self {
-        self.depth = slots.into();
-        self
-    }
-
+    pub depth: u32,
     /// The bytes of a slot, rounded up to a multiple of 128; 4096 by default.
-    pub fn slot_bytes(mut self, bytes: u64) -> Self {
-        self.slot_bytes = bytes;
-        self
-    }
-
+    pub slot_bytes: u64,
     /// The number of consumers, 1 to 8, each of which gets every item; 1 by default.
-    pub fn consumers(mut self, consumers: u32) -> Self {
-        self.consumers = consumers;
-        self
-    }
-
+    pub consumers: u32,
     /// How often a kernel looks at a word before its wait ends, 2^26 by default: a bound on every
     /// wait, also where a peer is stopped and not dead. A number of looks, not a time.
-    pub fn spin_limit(mut self, looks: u64) -> Self {
-        self.spin_limit = looks;
-        self
-    }
-
+    pub spin_limit: u64,
     /// Lets two of the ring's processes use one GPU without MPS. Their kernels then take turns in
-    /// time slices, and a kernel that waits uses up its slice.
-    pub fn allow_time_slices(mut self) -> Self {
-        self.allows_time_slices = true;
-        self
+    /// time slices, and a kernel that waits uses up its slice. Not by default.
+    pub allow_time_slices: bool,
+    /// Admits these users beside this process's own. The domain directory must admit them, too.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
+}
+
+impl Default for KernelRingOptions {
+    fn default() -> KernelRingOptions {
+        KernelRingOptions {
+            domain: None,
+            device: None,
+            depth: 8,
+            slot_bytes: 4096,
+            consumers: 1,
+            spin_limit: SPIN_LIMIT,
+            allow_time_slices: false,
+            allow_uids: Vec::new(),
+            allow_gids: Vec::new(),
+        }
+    }
+}
+
+impl KernelRingOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> KernelRingOptions {
+        KernelRingOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..KernelRingOptions::default()
+        }
     }
 
-    /// Creates the ring, takes its name (free again when the ring was dropped and its kernels are
-    /// done), and allocates its memory on the device: the slots, and one
-    /// unit of the device's memory (2 MiB on CUDA) for the parameters and for each consumer.
-    ///
-    /// # Errors
-    /// [`Error::Argument`], [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`],
-    /// [`Error::Domain`], or an error of the device or the system. An error leaves nothing behind.
-    pub fn build(self) -> Result<KernelRing> {
-        let name = EndpointName::new(&self.name)?;
+    /// The bytes of a slot, once all options are in range.
+    fn checked_slot_bytes(&self) -> Result<u64> {
         let wrong =
             |argument, found: u64, allowed: &str| Err(Error::argument(argument, found, allowed));
-        if !self.depth.is_power_of_two() || self.depth > DEPTH_MAX {
-            return wrong("depth", self.depth, "a power of two, 1 to 1024");
+        let depth = u64::from(self.depth);
+        if !depth.is_power_of_two() || depth > DEPTH_MAX {
+            return wrong("depth", depth, "a power of two, 1 to 1024");
         }
         if !(1..=CONSUMERS_MAX).contains(&self.consumers.into()) {
             return wrong("consumers", self.consumers.into(), "1 to 8");
@@ -164,53 +157,10 @@ impl KernelRingBuilder {
             return wrong("spin_limit", 0, "at least 1");
         }
         let slot_bytes = self.slot_bytes.checked_next_multiple_of(SLOT_UNIT);
-        let Some(slot_bytes) = slot_bytes
-            .filter(|&bytes| bytes > 0 && bytes.saturating_mul(self.depth) <= SLOTS_BYTES_MAX)
-        else {
-            return wrong("slot_bytes", self.slot_bytes, "1 to 2^40 in all slots");
-        };
-        let device = self.shared.device();
-        let side = Side::new(&device)?;
-        let slots = side.allocate(self.depth * slot_bytes)?;
-        let grant = RingGrant {
-            depth: self.depth,
-            slot_bytes,
-            slots_bytes: slots.bytes(),
-            words_bytes: 0,
-            spins_max: self.spin_limit,
-            device: device.info().id,
-            runs_beside: device.backend().runs_beside_other_processes(),
-            allows_time_slices: self.allows_time_slices,
-        };
-        let ring_server = Arc::new(RingServer::new(
-            &device,
-            side.page.clone(),
-            grant.clone(),
-            &slots,
-            self.consumers,
-        )?);
-        let ends = (self.shared).serve(&name, Kind::KernelRing, ring_server.clone())?;
-        let memory = RingMemory::Producer(ProducerMemory {
-            server: Mutex::new(Some(ends)),
-            ring_server: OwnedPlaces(ring_server),
-            slots,
-        });
-        KernelRing::new(&name, device, side, &grant, memory)
-    }
-}
-
-impl Opener<KernelRing> {
-    /// Opens the ring as a consumer. Its memory on the consumer's device is two units (2 MiB each
-    /// on CUDA), for the words on which the consumer's kernels spin and for the parameters.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Handshake`],
-    /// [`Error::Timeout`], [`Error::Protocol`]; [`Error::Refused`] by a ring that has its
-    /// consumers, has started, or has one of another process on this GPU without MPS;
-    /// [`Error::Argument`] for the producer's GPU without MPS, where the two would take turns in
-    /// time slices; or an error of the device or the system.
-    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<KernelRing> {
-        self.open_with(Kind::KernelRing, &[], &wait.into(), KernelRing::consume)
+        match slot_bytes {
+            Some(bytes) if bytes > 0 && bytes.saturating_mul(depth) <= SLOTS_BYTES_MAX => Ok(bytes),
+            _ => wrong("slot_bytes", self.slot_bytes, "1 to 2^40 in all slots"),
+        }
     }
 }
 
@@ -226,7 +176,7 @@ impl KernelRing {
             (block::PEER + peer::MINE, memory.mine()),
             (block::PEER + peer::THEIRS, memory.theirs()),
         ];
-        let ring = KernelRing::new(
+        let ring = KernelRing::of_memory(
             &name,
             device,
             side,
@@ -295,7 +245,7 @@ fn allocate(device: &Device, bytes: u64) -> Result<Region> {
 /// [`release_on`](Self::release_on). Their position advances in device memory.
 ///
 /// A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side
-/// [stops](Self::stop), and after [a number of looks](KernelRingBuilder::spin_limit).
+/// [stops](Self::stop), and after [a number of looks](KernelRingOptions::spin_limit).
 ///
 /// Both kernels must run at the same time: on two GPUs, or on one under MPS, where a client that is
 /// killed in the middle of a kernel ends all clients. Without MPS the processes of one GPU take
@@ -303,14 +253,13 @@ fn allocate(device: &Device, bytes: u64) -> Result<Region> {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, KernelRing};
+/// use warpipe::{Device, Domain, KernelRing, KernelRingOptions, OpenOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-ring-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let limit = Duration::from_secs(10);
-/// let producer = KernelRing::builder("frames").domain(&domain).device(&device).build()?;
+/// let producer = KernelRing::new("frames", KernelRingOptions::at(&domain, &device))?;
 /// // In another process, as a rule:
-/// let opener = KernelRing::opener("frames").domain(&domain).device(&device);
-/// let consumer = opener.open(Duration::ZERO)?;
+/// let consumer = KernelRing::open("frames", OpenOptions::at(&domain, &device), Duration::ZERO)?;
 /// producer.wait_for_consumers(limit)?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);
@@ -360,34 +309,67 @@ impl KernelRing {
     /// The text of `warpipe/device.cuh`, for NVRTC; the file lies in this crate's `include/`.
     pub const HEADER: &str = include_str!("../../include/warpipe/device.cuh");
 
-    /// A builder for a ring of this name, of which this process is the producer.
-    pub fn builder(name: &str) -> KernelRingBuilder {
-        KernelRingBuilder {
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
-            depth: 8,
-            slot_bytes: 4096,
-            consumers: 1,
-            spin_limit: SPIN_LIMIT,
-            allows_time_slices: false,
-        }
-    }
-
-    /// Opens a ring as a consumer, in the environment's domain and with the preferred device.
-    /// [`opener`](Self::opener) has options.
+    /// Creates the ring, takes its name (free again when the ring was dropped and its kernels are
+    /// done), and allocates its memory on the device: the slots, and one
+    /// unit of the device's memory (2 MiB on CUDA) for the parameters and for each consumer.
     ///
     /// # Errors
-    /// As [`Opener`]`::open`.
-    pub fn open(name: &str) -> Result<KernelRing> {
-        KernelRing::opener(name).open(Duration::ZERO)
+    /// [`Error::Argument`], [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`],
+    /// [`Error::Domain`], or an error of the device or the system. An error leaves nothing behind.
+    pub fn new(name: &str, options: KernelRingOptions) -> Result<KernelRing> {
+        let name = EndpointName::new(name)?;
+        let slot_bytes = options.checked_slot_bytes()?;
+        let device = chosen_device(&options.device);
+        let side = Side::new(&device)?;
+        let depth = options.depth.into();
+        let slots = side.allocate(depth * slot_bytes)?;
+        let grant = RingGrant {
+            depth,
+            slot_bytes,
+            slots_bytes: slots.bytes(),
+            words_bytes: 0,
+            spins_max: options.spin_limit,
+            device: device.info().id,
+            runs_beside: device.backend().runs_beside_other_processes(),
+            allows_time_slices: options.allow_time_slices,
+        };
+        let ring_server = Arc::new(RingServer::new(
+            &device,
+            side.page.clone(),
+            grant.clone(),
+            &slots,
+            options.consumers,
+        )?);
+        let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
+        let served = ring_server.clone();
+        let ends = serve(&options.domain, &name, Kind::KernelRing, access, served)?;
+        let memory = RingMemory::Producer(ProducerMemory {
+            server: Mutex::new(Some(ends)),
+            ring_server: OwnedPlaces(ring_server),
+            slots,
+        });
+        KernelRing::of_memory(&name, device, side, &grant, memory)
     }
 
-    /// The options with which the ring of this name is opened, as a consumer.
-    pub fn opener(name: &str) -> Opener<KernelRing> {
-        Opener::new(name)
+    /// Opens the ring of this name as a consumer. Its memory on the consumer's device is two units
+    /// (2 MiB each on CUDA), for the words on which the consumer's kernels spin and for the
+    /// parameters.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Handshake`],
+    /// [`Error::Timeout`], [`Error::Protocol`]; [`Error::Refused`] by a ring that has its
+    /// consumers, has started, or has one of another process on this GPU without MPS;
+    /// [`Error::Argument`] for the producer's GPU without MPS, where the two would take turns in
+    /// time slices; or an error of the device or the system.
+    pub fn open<'w>(
+        name: &str,
+        options: OpenOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<KernelRing> {
+        options.open(name, Kind::KernelRing, wait, KernelRing::consume)
     }
 
-    fn new(
+    fn of_memory(
         name: &EndpointName,
         device: Device,
         side: Side,

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use super::*;
 
+use crate::OpenOptions;
+
 const LIMIT: Duration = Duration::from_secs(30);
 
 struct Place {
@@ -31,21 +33,22 @@ impl Place {
         }
     }
 
-    fn builder(&self) -> KernelRingBuilder {
-        KernelRing::builder("ring")
-            .domain(&self.domain)
-            .device(&self.device)
+    fn options(&self) -> KernelRingOptions {
+        KernelRingOptions::at(&self.domain, &self.device)
     }
 
     fn open(&self) -> Result<KernelRing> {
-        let opener = KernelRing::opener("ring").domain(&self.domain);
-        opener.device(&self.device).open(Duration::ZERO)
+        KernelRing::open(
+            "ring",
+            OpenOptions::at(&self.domain, &self.device),
+            Duration::ZERO,
+        )
     }
 
     /// A ring with its consumers, started.
-    fn ring(&self, builder: KernelRingBuilder) -> (KernelRing, Vec<KernelRing>) {
-        let consumers = builder.consumers;
-        let producer = builder.build().unwrap();
+    fn ring(&self, options: KernelRingOptions) -> (KernelRing, Vec<KernelRing>) {
+        let consumers = options.consumers;
+        let producer = KernelRing::new("ring", options).unwrap();
         let consumers = (0..consumers).map(|_| self.open().unwrap()).collect();
         producer.wait_for_consumers(LIMIT).unwrap();
         (producer, consumers)
@@ -90,7 +93,7 @@ fn check_words(side: &HostRing, item: u64, words: u64) {
 #[test]
 fn a_start_that_is_cancelled_when_the_last_consumer_has_come_starts_nothing() {
     let place = Place::new();
-    let producer = place.builder().build().unwrap();
+    let producer = KernelRing::new("ring", place.options()).unwrap();
     let consumer = Cell::new(None);
     let cancelled = || {
         consumer.set(Some(place.open().unwrap()));
@@ -131,8 +134,13 @@ fn the_statuses_of_the_header_are_those_of_the_library() {
 #[test]
 fn every_consumer_gets_every_item_once_and_whole() {
     let place = Place::new();
-    let builder = place.builder().depth(4).slot_bytes(512).consumers(3);
-    let (producer, consumers) = place.ring(builder);
+    let options = KernelRingOptions {
+        depth: 4,
+        slot_bytes: 512,
+        consumers: 3,
+        ..place.options()
+    };
+    let (producer, consumers) = place.ring(options);
     const ITEMS: u64 = 500;
     thread::scope(|scope| {
         for ring in &consumers {
@@ -159,7 +167,11 @@ fn every_consumer_gets_every_item_once_and_whole() {
 #[test]
 fn several_blocks_of_each_side_take_items_of_their_own() {
     let place = Place::new();
-    let (producer, consumers) = place.ring(place.builder().depth(4).slot_bytes(512));
+    let (producer, consumers) = place.ring(KernelRingOptions {
+        depth: 4,
+        slot_bytes: 512,
+        ..place.options()
+    });
     const ITEMS: u64 = 300;
     let seen: Vec<AtomicU64> = (0..ITEMS).map(|_| AtomicU64::new(0)).collect();
     let blocks = |ring: &KernelRing, work: &(dyn Fn(&HostRing, u64) + Sync)| {
@@ -192,7 +204,11 @@ fn several_blocks_of_each_side_take_items_of_their_own() {
 #[test]
 fn blocks_that_share_an_item_pass_it_on_when_the_last_one_has_finished() {
     let place = Place::new();
-    let (producer, consumers) = place.ring(place.builder().depth(2).slot_bytes(512));
+    let (producer, consumers) = place.ring(KernelRingOptions {
+        depth: 2,
+        slot_bytes: 512,
+        ..place.options()
+    });
     const ITEMS: u64 = 200;
     thread::scope(|scope| {
         let (writer, _stream) = side(&producer);
@@ -225,8 +241,13 @@ fn blocks_that_share_an_item_pass_it_on_when_the_last_one_has_finished() {
 #[test]
 fn a_producer_waits_for_its_slowest_consumer() {
     let place = Place::new();
-    let builder = place.builder().depth(2).consumers(2).spin_limit(5000);
-    let (producer, consumers) = place.ring(builder);
+    let options = KernelRingOptions {
+        depth: 2,
+        consumers: 2,
+        spin_limit: 5000,
+        ..place.options()
+    };
+    let (producer, consumers) = place.ring(options);
     let (writer, _stream) = side(&producer);
     let (fast, _stream) = side(&consumers[0]);
     for item in 0..2 {
@@ -245,14 +266,17 @@ fn a_producer_waits_for_its_slowest_consumer() {
 #[test]
 fn a_wait_ends_at_the_limit_of_looks() {
     let place = Place::new();
-    let (_producer, consumers) = place.ring(place.builder().spin_limit(3000));
+    let (_producer, consumers) = place.ring(KernelRingOptions {
+        spin_limit: 3000,
+        ..place.options()
+    });
     assert_eq!(side(&consumers[0]).0.wait(0), Err(RingEnd::SpinLimit));
 }
 
 #[test]
 fn a_consumer_takes_what_was_published_and_then_sees_the_close() {
     let place = Place::new();
-    let (producer, consumers) = place.ring(place.builder());
+    let (producer, consumers) = place.ring(place.options());
     let (reader, _stream) = side(&consumers[0]);
     let (writer, _) = side(&producer);
     for item in 0..3 {
@@ -272,7 +296,11 @@ fn a_consumer_takes_what_was_published_and_then_sees_the_close() {
 #[test]
 fn a_producer_goes_on_without_a_consumer_that_closed_and_ends_without_any() {
     let place = Place::new();
-    let (producer, mut consumers) = place.ring(place.builder().depth(1).consumers(2));
+    let (producer, mut consumers) = place.ring(KernelRingOptions {
+        depth: 1,
+        consumers: 2,
+        ..place.options()
+    });
     let (writer, _stream) = side(&producer);
     writer.wait(0).unwrap();
     writer.pass(0);
@@ -291,7 +319,7 @@ fn a_producer_goes_on_without_a_consumer_that_closed_and_ends_without_any() {
 #[test]
 fn a_side_that_stops_ends_its_own_waits_and_its_steps() {
     let place = Place::new();
-    let (producer, consumers) = place.ring(place.builder());
+    let (producer, consumers) = place.ring(place.options());
     let consumer = &consumers[0];
     let stream = consumer.device().stream().unwrap();
     consumer.wait_on(&stream).unwrap();
@@ -319,7 +347,10 @@ fn a_side_that_stops_ends_its_own_waits_and_its_steps() {
 #[test]
 fn a_side_that_never_waits_sees_that_it_is_to_stop() {
     let place = Place::new();
-    let (producer, _consumers) = place.ring(place.builder().depth(1024));
+    let (producer, _consumers) = place.ring(KernelRingOptions {
+        depth: 1024,
+        ..place.options()
+    });
     let (writer, _stream) = side(&producer);
     producer.stop();
     let end = (0..1024).find_map(|item| writer.wait(item).err().map(|end| (item, end)));
@@ -329,7 +360,11 @@ fn a_side_that_never_waits_sees_that_it_is_to_stop() {
 #[test]
 fn steps_on_streams_carry_every_item_in_order() {
     let place = Place::new();
-    let (producer, consumers) = place.ring(place.builder().depth(4).consumers(2));
+    let (producer, consumers) = place.ring(KernelRingOptions {
+        depth: 4,
+        consumers: 2,
+        ..place.options()
+    });
     const ITEMS: u64 = 1000;
     let writing = producer.device().stream().unwrap();
     let reading: Vec<Stream> = consumers
@@ -369,7 +404,7 @@ fn steps_on_streams_carry_every_item_in_order() {
 #[test]
 fn a_failed_wait_on_a_stream_is_reported_and_no_later_step_does_anything() {
     let place = Place::new();
-    let (producer, consumers) = place.ring(place.builder());
+    let (producer, consumers) = place.ring(place.options());
     let stream = consumers[0].device().stream().unwrap();
     drop(producer);
     for _ in 0..3 {
@@ -388,7 +423,7 @@ fn a_failed_wait_on_a_stream_is_reported_and_no_later_step_does_anything() {
 #[test]
 fn a_ring_takes_its_consumers_and_no_more() {
     let place = Place::new();
-    let producer = place.builder().build().unwrap();
+    let producer = KernelRing::new("ring", place.options()).unwrap();
     let early = producer.wait_for_consumers(Duration::ZERO).unwrap_err();
     assert!(matches!(early, Error::Timeout { .. }), "{early}");
     let stream = producer.device().stream().unwrap();
@@ -424,22 +459,49 @@ fn a_ring_takes_its_consumers_and_no_more() {
 #[test]
 fn what_no_ring_can_be_is_refused() {
     let place = Place::new();
-    let builder = || place.builder();
+    let options = || place.options();
     for wrong in [
-        builder().depth(0),
-        builder().depth(3),
-        builder().depth(2048),
-        builder().slot_bytes(0),
-        builder().slot_bytes(u64::MAX),
-        builder().slot_bytes(1 << 40),
-        builder().consumers(0),
-        builder().consumers(9),
-        builder().spin_limit(0),
+        KernelRingOptions {
+            depth: 0,
+            ..options()
+        },
+        KernelRingOptions {
+            depth: 3,
+            ..options()
+        },
+        KernelRingOptions {
+            depth: 2048,
+            ..options()
+        },
+        KernelRingOptions {
+            slot_bytes: 0,
+            ..options()
+        },
+        KernelRingOptions {
+            slot_bytes: u64::MAX,
+            ..options()
+        },
+        KernelRingOptions {
+            slot_bytes: 1 << 40,
+            ..options()
+        },
+        KernelRingOptions {
+            consumers: 0,
+            ..options()
+        },
+        KernelRingOptions {
+            consumers: 9,
+            ..options()
+        },
+        KernelRingOptions {
+            spin_limit: 0,
+            ..options()
+        },
     ] {
-        let error = wrong.build().unwrap_err();
+        let error = KernelRing::new("ring", wrong).unwrap_err();
         assert!(matches!(error, Error::Argument { .. }), "{error}");
     }
-    let (producer, consumers) = place.ring(builder());
+    let (producer, consumers) = place.ring(options());
     let stream = producer.device().stream().unwrap();
     assert!(matches!(
         producer.release_on(&stream),
@@ -506,7 +568,7 @@ fn memory_that_is_no_consumers_words_is_refused_and_the_ring_goes_on() {
     impl SessionObserver for Deaf {}
 
     let place = Place::new();
-    let producer = place.builder().build().unwrap();
+    let producer = KernelRing::new("ring", place.options()).unwrap();
     let at = Address {
         domain: &place.domain,
         name: &EndpointName::new("ring").unwrap(),

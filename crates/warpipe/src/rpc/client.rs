@@ -7,51 +7,84 @@ use super::{check_service_name, client_prefix};
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::ipc::domain::Domain;
 use crate::queue::{
-    JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, QueueWatch, SubmitError,
+    JobHandle, JobResult, Loan, Queue, QueueOptions, QueueState, QueueWatch, SubmitError,
 };
 use crate::runtime::reactor::new_generation;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
 
-/// How many random names are tried before building fails.
+/// How many random names are tried before the last failure counts.
 const NAME_TRIES: u32 = 8;
 
-/// The options of a client. See [`Client::builder`].
-pub type ClientBuilder = QueueBuilder<Client>;
-
-impl QueueBuilder<Client> {
+/// The options of a [`Client`]: its requests are the jobs of a queue, and its servers the workers.
+#[derive(Debug, Clone)]
+pub struct ClientOptions {
+    /// The domain of its name; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device that holds the requests; [`Device::preferred`] by default.
+    pub device: Option<Device>,
+    /// The most device memory that requests may take, in bytes: 4 GiB by default.
+    pub memory_limit: u64,
+    /// How long a wait polls before it sleeps: as [`SubscriberOptions::spin`].
+    ///
+    /// [`SubscriberOptions::spin`]: crate::SubscriberOptions::spin
+    pub spin: Duration,
+    /// How many requests a server may hold at once: as [`QueueOptions::prefetch`].
+    pub prefetch: u32,
+    /// How often a request is tried: as [`QueueOptions::max_attempts`].
+    pub max_attempts: u32,
+    /// How long a server may hold requests without answering any: as
+    /// [`QueueOptions::lease_timeout`].
+    pub lease_timeout: Option<Duration>,
+    /// The most requests that are pending or have a reply not taken yet: as
+    /// [`QueueOptions::limit`].
+    pub limit: usize,
     /// How long [`Client::loan`] waits for memory: 5 s by default.
-    pub fn loan_timeout(mut self, timeout: Duration) -> Self {
-        self.submit_timeout = timeout;
-        self
+    pub loan_timeout: Duration,
+}
+
+impl Default for ClientOptions {
+    fn default() -> ClientOptions {
+        let queue = QueueOptions::default();
+        ClientOptions {
+            domain: None,
+            device: None,
+            memory_limit: queue.memory_limit,
+            spin: queue.spin,
+            prefetch: queue.prefetch,
+            max_attempts: queue.max_attempts,
+            lease_timeout: queue.lease_timeout,
+            limit: queue.limit,
+            loan_timeout: queue.submit_timeout,
+        }
+    }
+}
+
+impl ClientOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> ClientOptions {
+        ClientOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..ClientOptions::default()
+        }
     }
 
-    /// Takes a name below the service's and accepts servers. No server needs to exist yet.
-    ///
-    /// # Errors
-    /// [`Error::Name`] (at most 40 bytes), and the others of [`QueueBuilder::build`].
-    pub fn build(self) -> Result<Client> {
-        check_service_name(&self.name)?;
-        let mut tries = 0;
-        loop {
-            let [a, b, c, d, ..] = new_generation();
-            let name = format!(
-                "{}{:08x}",
-                client_prefix(&self.name),
-                u32::from_le_bytes([a, b, c, d])
-            );
-            tries += 1;
-            match self.build_queue(&name) {
-                Err(Error::NameTaken { .. }) if tries < NAME_TRIES => {}
-                built => {
-                    return Ok(Client {
-                        queue: built?,
-                        service: self.name,
-                    });
-                }
-            }
+    fn queue(self) -> QueueOptions {
+        QueueOptions {
+            domain: self.domain,
+            device: self.device,
+            memory_limit: self.memory_limit,
+            spin: self.spin,
+            prefetch: self.prefetch,
+            max_attempts: self.max_attempts,
+            lease_timeout: self.lease_timeout,
+            limit: self.limit,
+            submit_timeout: self.loan_timeout,
+            ..QueueOptions::default()
         }
     }
 }
@@ -61,11 +94,12 @@ impl QueueBuilder<Client> {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Client, Device, Domain, Server};
+/// use warpipe::{Client, ClientOptions, Device, Domain, Server, ServerOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-service-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let client = Client::builder("upper").domain(&domain).device(&device).build()?;
-/// let mut server = Server::builder("upper").domain(&domain).device(&device).build()?; // in another process
+/// let client = Client::new("upper", ClientOptions::at(&domain, &device))?;
+/// // In another process, as a rule:
+/// let mut server = Server::new("upper", ServerOptions::at(&domain, &device))?;
 /// # let stream = device.stream()?;
 /// # let second = Duration::from_secs(1);
 /// # let serving = std::thread::spawn({ let (stream, device) = (stream.clone(), device.clone()); move || {
@@ -88,9 +122,32 @@ pub struct Client {
 }
 
 impl Client {
-    /// A builder for a client of this service.
-    pub fn builder(service: &str) -> ClientBuilder {
-        ClientBuilder::new(service)
+    /// Takes a name below the service's and accepts servers. No server needs to exist yet.
+    ///
+    /// # Errors
+    /// [`Error::Name`] (at most 40 bytes), and the others of [`Queue::new`].
+    pub fn new(service: &str, options: ClientOptions) -> Result<Client> {
+        check_service_name(service)?;
+        let options = options.queue();
+        let mut tries = 0;
+        loop {
+            let [a, b, c, d, ..] = new_generation();
+            let name = format!(
+                "{}{:08x}",
+                client_prefix(service),
+                u32::from_le_bytes([a, b, c, d])
+            );
+            tries += 1;
+            match Queue::of_service(&name, service, options.clone()) {
+                Err(Error::NameTaken { .. }) if tries < NAME_TRIES => {}
+                made => {
+                    return Ok(Client {
+                        queue: made?,
+                        service: service.to_string(),
+                    });
+                }
+            }
+        }
     }
 
     /// The service's name.

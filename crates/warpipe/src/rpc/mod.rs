@@ -19,8 +19,8 @@ mod server;
 #[cfg(test)]
 mod tests;
 
-pub use client::{Client, ClientBuilder, Pending};
-pub use server::{Server, ServerBuilder};
+pub use client::{Client, ClientOptions, Pending};
+pub use server::{Server, ServerOptions};
 
 use crate::error::Result;
 use crate::ipc::domain::EndpointName;

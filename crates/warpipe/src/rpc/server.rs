@@ -13,9 +13,9 @@ use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
-use crate::options::{EndpointOptions, option_setters};
+use crate::options::{chosen_device, chosen_domain};
 use crate::pubsub::Subscriber;
-use crate::queue::{Lease, Worker, WorkerBuilder};
+use crate::queue::{Lease, Worker, WorkerOptions};
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::epoll::{EpollSet, EventFlags};
@@ -34,75 +34,52 @@ const SCAN_INTERVAL: Duration = Duration::from_secs(1);
 const DOORBELL: u64 = 0;
 const SCAN_TIMER: u64 = 1;
 
-/// The options of a server. See [`Server::builder`].
+/// The options of a [`Server`].
 #[derive(Debug, Clone)]
-pub struct ServerBuilder {
-    service: String,
-    shared: EndpointOptions,
-    answer_timeout: Duration,
-    clients_max: usize,
-}
-
-impl ServerBuilder {
-    option_setters! { (shared):
-        /// The domain to look in; the environment's by default.
-        domain,
-        /// The device to work with, which holds the replies; [`Device::preferred`] by default.
-        device,
-        spin,
-        /// The most device memory that the replies to one client may take, in bytes: 4 GiB by
-        /// default.
-        memory_limit,
-        /// How long a client may take to accept this server: 5 s by default. Other clients are
-        /// served meanwhile.
-        handshake_timeout,
-    }
-
+pub struct ServerOptions {
+    /// The domain to look in; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device to work with, which holds the replies; [`Device::preferred`] by default.
+    pub device: Option<Device>,
+    /// The most device memory that the replies to one client may take, in bytes: 4 GiB by default.
+    pub memory_limit: u64,
+    /// How long a wait polls before it sleeps: as [`SubscriberOptions::spin`].
+    ///
+    /// [`SubscriberOptions::spin`]: crate::SubscriberOptions::spin
+    pub spin: Duration,
+    /// How long a client may take to accept this server: 5 s by default. Other clients are served
+    /// meanwhile.
+    pub handshake_timeout: Duration,
     /// How long a reply may wait for its client to release earlier ones, and for memory: 10 s by
     /// default.
-    pub fn answer_timeout(mut self, timeout: Duration) -> Self {
-        self.answer_timeout = timeout;
-        self
-    }
-
+    pub answer_timeout: Duration,
     /// The most clients at once: 256 by default. Each takes four descriptors.
-    pub fn clients_max(mut self, clients: usize) -> Self {
-        self.clients_max = clients;
-        self
-    }
+    pub clients_max: usize,
+}
 
-    /// Begins to scan for clients. No client needs to exist yet.
-    ///
-    /// # Errors
-    /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or an error of the system.
-    pub fn build(self) -> Result<Server> {
-        check_service_name(&self.service)?;
-        let domain = self.shared.domain()?;
-        let device = self.shared.device();
-        check_limit(&device, self.shared.memory_limit)?;
-        let readable = EpollSet::new("a server")?;
-        let doorbell = Arc::new(LocalDoorbell::new()?);
-        let arrivals = domain.ring_at_arrivals(doorbell.clone())?;
-        let scan_timer = polled::scan_timer()?;
-        readable.add(&*doorbell, DOORBELL, EventFlags::IN)?;
-        readable.add(&scan_timer, SCAN_TIMER, EventFlags::IN)?;
-        Ok(Server {
-            owner_process: OwnerProcess::current(),
-            spin: self.shared.spin,
-            options: self,
-            domain,
-            device,
-            clients: Vec::new(),
-            doorbell,
-            _arrivals: arrivals,
-            is_polled: AtomicBool::new(false),
-            scan_timer,
-            readable,
-            last_scan: None,
-            attach_error: None,
-            next_client: 0,
-            next_id: SCAN_TIMER + 1,
-        })
+impl Default for ServerOptions {
+    fn default() -> ServerOptions {
+        let worker = WorkerOptions::default();
+        ServerOptions {
+            domain: None,
+            device: None,
+            memory_limit: worker.memory_limit,
+            spin: worker.spin,
+            handshake_timeout: worker.handshake_timeout,
+            answer_timeout: worker.answer_timeout,
+            clients_max: 256,
+        }
+    }
+}
+
+impl ServerOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> ServerOptions {
+        ServerOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..ServerOptions::default()
+        }
     }
 }
 
@@ -132,8 +109,8 @@ enum ClientState {
 #[derive(Debug)]
 pub struct Server {
     owner_process: OwnerProcess,
-    options: ServerBuilder,
-    spin: Duration,
+    service: String,
+    options: ServerOptions,
     domain: Domain,
     device: Device,
     clients: Vec<ClientEntry>,
@@ -155,19 +132,45 @@ pub struct Server {
 }
 
 impl Server {
-    /// A builder for a server of this service.
-    pub fn builder(service: &str) -> ServerBuilder {
-        ServerBuilder {
+    /// Begins to scan for clients of this service. No client needs to exist yet.
+    ///
+    /// # Errors
+    /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or an error of the system.
+    pub fn new(service: &str, options: ServerOptions) -> Result<Server> {
+        check_service_name(service)?;
+        let (domain, device) = (
+            chosen_domain(&options.domain)?,
+            chosen_device(&options.device),
+        );
+        check_limit(&device, options.memory_limit)?;
+        let readable = EpollSet::new("a server")?;
+        let doorbell = Arc::new(LocalDoorbell::new()?);
+        let arrivals = domain.ring_at_arrivals(doorbell.clone())?;
+        let scan_timer = polled::scan_timer()?;
+        readable.add(&*doorbell, DOORBELL, EventFlags::IN)?;
+        readable.add(&scan_timer, SCAN_TIMER, EventFlags::IN)?;
+        Ok(Server {
+            owner_process: OwnerProcess::current(),
             service: service.to_string(),
-            shared: EndpointOptions::default(),
-            answer_timeout: Duration::from_secs(10),
-            clients_max: 256,
-        }
+            options,
+            domain,
+            device,
+            clients: Vec::new(),
+            doorbell,
+            _arrivals: arrivals,
+            is_polled: AtomicBool::new(false),
+            scan_timer,
+            readable,
+            last_scan: None,
+            attach_error: None,
+            next_client: 0,
+            next_id: SCAN_TIMER + 1,
+        })
     }
 
     /// The service's name.
     pub fn service(&self) -> &str {
-        &self.options.service
+        &self.service
     }
 
     /// How many clients it is attached to.
@@ -193,14 +196,14 @@ impl Server {
             // Drained before the poll: a later ring is about later events.
             self.wait_events(Duration::ZERO);
         }
-        let mut polls = Polls::for_at_most(self.spin.min(wait.time_left()));
+        let mut polls = Polls::for_at_most(self.options.spin.min(wait.time_left()));
         loop {
             self.scan_directory()?;
             if let Some(lease) = self.poll(stream)? {
                 return Ok(lease);
             }
             // A user may have it poll for long.
-            if self.spin > SLICE && wait.is_look_due() && wait.is_cancelled() {
+            if self.options.spin > SLICE && wait.is_look_due() && wait.is_cancelled() {
                 if is_polled {
                     // Another look is due: what came before the clients were asked to ring did not.
                     self.set_asleep(true);
@@ -319,14 +322,16 @@ impl Server {
     /// Attaches to a client, on a thread of its own: the client may be stopped, and other clients
     /// must not wait for it.
     fn attach(&mut self, name: EndpointName) {
-        let builder: WorkerBuilder = Worker::builder(name.as_str())
-            .shared(&self.options.shared)
-            .domain(&self.domain)
-            .device(&self.device)
-            .answer_timeout(self.options.answer_timeout);
+        let options = WorkerOptions {
+            memory_limit: self.options.memory_limit,
+            spin: self.options.spin,
+            handshake_timeout: self.options.handshake_timeout,
+            answer_timeout: self.options.answer_timeout,
+            ..WorkerOptions::at(&self.domain, &self.device)
+        };
         let (domain, client) = (self.domain.clone(), name.clone());
         let reach = move |_: &Wait<'_>| {
-            let built = builder.build();
+            let built = Worker::new(client.as_str(), options.clone());
             if matches!(built, Err(Error::NotFound { .. })) {
                 // Each name is used once, so no other process takes it again. One that is held
                 // stays.

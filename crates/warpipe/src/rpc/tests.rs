@@ -4,12 +4,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{Client, Pending, Server, client_prefix};
+use super::{Client, ClientOptions, Pending, Server, ServerOptions, client_prefix};
 use crate::backend::testing::{Panicking, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ipc::domain::Domain;
-use crate::pubsub::{Publisher, Subscriber};
+use crate::pubsub::{Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 use crate::queue::Lease;
 use crate::stream::Stream;
 use crate::wait::{OptionalExtension, Wait};
@@ -37,19 +37,11 @@ impl RpcFixture {
     }
 
     fn server(&self) -> Server {
-        Server::builder("upper")
-            .domain(&self.domain)
-            .device(&self.device)
-            .build()
-            .unwrap()
+        Server::new("upper", ServerOptions::at(&self.domain, &self.device)).unwrap()
     }
 
     fn client(&self) -> Client {
-        Client::builder("upper")
-            .domain(&self.domain)
-            .device(&self.device)
-            .build()
-            .unwrap()
+        Client::new("upper", ClientOptions::at(&self.domain, &self.device)).unwrap()
     }
 
     fn asks(&self, client: &Client) -> Pending {
@@ -177,16 +169,16 @@ fn a_living_client_whose_link_failed_is_attached_to_again() {
 fn a_client_that_has_no_room_is_not_asked_again_at_once() {
     let fixture = RpcFixture::new("full");
     let name = format!("{}00000001", client_prefix("upper"));
-    let full = Publisher::builder(&name)
-        .domain(&fixture.domain)
-        .device(&fixture.device)
-        .subscribers_max(1);
-    let full = full.build().unwrap();
-    let other = Subscriber::builder(&name)
-        .domain(&fixture.domain)
-        .device(&fixture.device)
-        .build()
-        .unwrap();
+    let options = PublisherOptions {
+        subscribers_max: 1,
+        ..PublisherOptions::at(&fixture.domain, &fixture.device)
+    };
+    let full = Publisher::new(&name, options).unwrap();
+    let other = Subscriber::new(
+        &name,
+        SubscriberOptions::at(&fixture.domain, &fixture.device),
+    )
+    .unwrap();
     let mut server = fixture.server();
     let accept = |server: &mut Server| {
         server
@@ -212,12 +204,13 @@ fn a_name_that_is_too_long_for_a_service_is_refused_as_it_was_given() {
             if name == long && reason.contains("40 bytes"))
     };
     let (domain, device) = (&fixture.domain, &fixture.device);
-    let client = Client::builder(&long).domain(domain).device(device);
-    assert!(refused(client.build().err()));
-    let server = Server::builder(&long).domain(domain).device(device);
-    assert!(refused(server.build().err()));
-    let client = Client::builder(&long[1..]).domain(domain).device(device);
-    assert!(client.build().is_ok());
+    assert!(refused(
+        Client::new(&long, ClientOptions::at(domain, device)).err()
+    ));
+    assert!(refused(
+        Server::new(&long, ServerOptions::at(domain, device)).err()
+    ));
+    assert!(Client::new(&long[1..], ClientOptions::at(domain, device)).is_ok());
 }
 
 #[test]
@@ -225,8 +218,7 @@ fn a_client_is_attached_to_after_an_attempt_that_panicked() {
     let fixture = RpcFixture::new("panicked");
     let panicking = Wrapped::new(fixture.device.backend().clone(), Panicking::default());
     let device = Device::from_backend(panicking.clone());
-    let builder = Server::builder("upper").domain(&fixture.domain);
-    let mut server = builder.device(&device).build().unwrap();
+    let mut server = Server::new("upper", ServerOptions::at(&fixture.domain, &device)).unwrap();
     let stream = device.stream().unwrap();
     panicking.hook().aim("register", 1);
     let client = fixture.client();
@@ -240,9 +232,14 @@ fn a_client_is_attached_to_after_an_attempt_that_panicked() {
 #[test]
 fn an_accept_that_polls_for_long_is_cancelled_meanwhile() {
     let fixture = RpcFixture::new("polls");
-    let builder = Server::builder("upper").domain(&fixture.domain);
-    let builder = builder.device(&fixture.device).spin(Duration::MAX);
-    let mut server = builder.build().unwrap();
+    let mut server = Server::new(
+        "upper",
+        ServerOptions {
+            spin: Duration::MAX,
+            ..ServerOptions::at(&fixture.domain, &fixture.device)
+        },
+    )
+    .unwrap();
     for is_polled in [false, true] {
         let descriptor = is_polled.then(|| descriptor_of(&server));
         let start = std::time::Instant::now();

@@ -14,7 +14,6 @@ mod server;
 mod tests;
 
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use self::server::TimelineServer;
 use crate::debug::opaque_debug;
@@ -23,8 +22,8 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{ClientSession, IpcServer, Kind, SessionObserver};
-use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
+use crate::ipc::{AccessPolicy, ClientSession, IpcServer, Kind, SessionObserver};
+use crate::options::{Attachment, OpenOptions, chosen_device, serve};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::Reactor;
@@ -38,80 +37,30 @@ use crate::wait::Wait;
 /// The lane's offset in the page.
 const LANE_OFFSET: usize = 0;
 
-/// The options of a timeline. See [`Timeline::builder`].
-#[derive(Debug, Clone)]
-pub struct TimelineBuilder {
-    name: String,
-    shared: EndpointOptions,
+/// The options of a [`Timeline`].
+#[derive(Debug, Clone, Default)]
+pub struct TimelineOptions {
+    /// The domain of its name; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device of the streams that signal it; [`Device::preferred`] by default.
+    pub device: Option<Device>,
+    /// Admits these users beside this process's own. The domain directory must admit them, too. An
+    /// importer can write the page that it shares with this process, and no other one: it can
+    /// deceive itself alone.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
 }
 
-impl TimelineBuilder {
-    option_setters! { (shared):
-        domain,
-        /// The device of the streams that signal it; [`Device::preferred`] by default.
-        device,
-        /// Admits these users beside this process's own. The domain directory must admit them, too.
-        /// An importer can write the page that it shares with this process, and no other one: it
-        /// can deceive itself alone.
-        allow_uids,
-        allow_gids,
-    }
-
-    /// Creates a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 processes may
-    /// open it, 128 of a user other than this one; each costs a page of shared memory, and one more
-    /// device store for each signal.
-    ///
-    /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or an
-    /// error of the device or the system. An error leaves nothing behind.
-    pub fn build(self) -> Result<Timeline> {
-        let name = EndpointName::new(&self.name)?;
-        let device = self.shared.device();
-        let reactor = Reactor::of_process()?;
-        let lane = SharedCounter::new(
-            &Arc::new(SharedPage::private(&device, COUNTER_BYTES)?),
-            LANE_OFFSET,
-        );
-        let (published, fd) = SharedPage::publish(Some(&device), COUNTER_BYTES)?;
-        let signaller = Arc::new(
-            Signaller::new(lane.clone(), 0)
-                .publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)),
-        );
-        let timeline_server = Arc::new(TimelineServer {
-            device: device.clone(),
-            signaller,
-            signalling: Arc::default(),
-            published: fd,
-        });
-        let server = (self.shared).serve(&name, Kind::Timeline, timeline_server.clone())?;
-        let waiting = Arc::<StreamSet>::default();
-        let signals = OwnerSignals {
-            timeline_server,
-            waiting: waiting.clone(),
-            reactor,
-        };
-        Ok(Timeline {
-            name: name.to_string(),
-            device,
-            owner_process: OwnerProcess::current(),
-            lane,
-            waiting,
-            role: TimelineRole::Owner {
-                _server: server,
-                signals: LeakOnFork::new(signals),
-            },
-        })
-    }
-}
-
-impl Opener<Timeline> {
-    /// Opens a timeline of any process, including this one, and waits for it to exist.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Handshake`],
-    /// [`Error::Timeout`], [`Error::Protocol`], or an error of the device or the system.
-    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Timeline> {
-        self.open_with(Kind::Timeline, &[], &wait.into(), Timeline::import)
+impl TimelineOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> TimelineOptions {
+        TimelineOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..TimelineOptions::default()
+        }
     }
 }
 
@@ -153,13 +102,13 @@ impl Timeline {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, Timeline};
+/// use warpipe::{Device, Domain, OpenOptions, Timeline, TimelineOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-timeline-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let owner = Timeline::builder("frames").domain(&domain).device(&device).build()?;
+/// let owner = Timeline::new("frames", TimelineOptions::at(&domain, &device))?;
 /// // In another process, as a rule:
-/// let frames = Timeline::opener("frames").domain(&domain).device(&device).open(Duration::ZERO)?;
+/// let frames = Timeline::open("frames", OpenOptions::at(&domain, &device), Duration::ZERO)?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// owner.signal(&writing, 1, Duration::from_secs(1))?; // behind the work that is on `writing` so far
@@ -198,26 +147,65 @@ impl Timeline {
     /// The largest value that can be signalled or waited for, 2^63 - 2.
     pub const VALUE_MAX: u64 = VALUE_MAX;
 
-    /// A builder for a timeline of this name, which this process owns and signals.
-    pub fn builder(name: &str) -> TimelineBuilder {
-        TimelineBuilder {
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
-        }
-    }
-
-    /// Opens an existing timeline of any process, including this one, in the environment's domain
-    /// and with the preferred device. [`opener`](Self::opener) has options.
+    /// Creates a timeline at 0, which this process owns and signals, and takes its name
+    /// (`cuMemHostRegister`). Up to 256 processes may open it, 128 of a user other than this one;
+    /// each costs a page of shared memory, and one more device store for each signal.
     ///
     /// # Errors
-    /// As for [`Opener::open`].
-    pub fn open(name: &str) -> Result<Timeline> {
-        Timeline::opener(name).open(Duration::ZERO)
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or an
+    /// error of the device or the system. An error leaves nothing behind.
+    pub fn new(name: &str, options: TimelineOptions) -> Result<Timeline> {
+        let name = EndpointName::new(name)?;
+        let device = chosen_device(&options.device);
+        let reactor = Reactor::of_process()?;
+        let lane = SharedCounter::new(
+            &Arc::new(SharedPage::private(&device, COUNTER_BYTES)?),
+            LANE_OFFSET,
+        );
+        let (published, fd) = SharedPage::publish(Some(&device), COUNTER_BYTES)?;
+        let signaller = Arc::new(
+            Signaller::new(lane.clone(), 0)
+                .publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)),
+        );
+        let timeline_server = Arc::new(TimelineServer {
+            device: device.clone(),
+            signaller,
+            signalling: Arc::default(),
+            published: fd,
+        });
+        let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
+        let served = timeline_server.clone();
+        let server = serve(&options.domain, &name, Kind::Timeline, access, served)?;
+        let waiting = Arc::<StreamSet>::default();
+        let signals = OwnerSignals {
+            timeline_server,
+            waiting: waiting.clone(),
+            reactor,
+        };
+        Ok(Timeline {
+            name: name.to_string(),
+            device,
+            owner_process: OwnerProcess::current(),
+            lane,
+            waiting,
+            role: TimelineRole::Owner {
+                _server: server,
+                signals: LeakOnFork::new(signals),
+            },
+        })
     }
 
-    /// The options with which the timeline of this name is opened.
-    pub fn opener(name: &str) -> Opener<Timeline> {
-        Opener::new(name)
+    /// Opens a timeline of any process, including this one, and waits for it to exist.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Handshake`],
+    /// [`Error::Timeout`], [`Error::Protocol`], or an error of the device or the system.
+    pub fn open<'w>(
+        name: &str,
+        options: OpenOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Timeline> {
+        options.open(name, Kind::Timeline, wait, Timeline::import)
     }
 
     /// The endpoint's name.

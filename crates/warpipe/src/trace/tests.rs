@@ -14,7 +14,7 @@ use tracing::{Event, Metadata, Subscriber};
 use super::TraceEvent;
 use super::queue::WAITING_MAX;
 use crate::ipc::domain::Domain;
-use crate::{Device, Publisher};
+use crate::{Device, Publisher, PublisherOptions};
 
 const WAIT: Duration = Duration::from_secs(20);
 const ROLE: &str = "WARPIPE_TRACE_ROLE";
@@ -134,8 +134,7 @@ impl Folder {
     }
 
     fn publisher(&self, name: &str) -> Publisher {
-        let builder = Publisher::builder(name).domain(&self.0);
-        builder.device(&Device::host()).build().unwrap()
+        Publisher::new(name, PublisherOptions::at(&self.0, &Device::host())).unwrap()
     }
 }
 
@@ -151,10 +150,11 @@ fn the_life_of_a_name_and_its_subscriber_is_told_in_order() {
     let publisher = folder.publisher("told");
     let opened = next(&seen, "endpoint.opened", "told");
     assert_eq!(opened.field("kind"), Some("publisher"), "{opened:?}");
-    let subscriber = crate::Subscriber::builder("told")
-        .domain(&folder.0)
-        .device(&Device::host());
-    let subscriber = subscriber.build().unwrap();
+    let subscriber = crate::Subscriber::new(
+        "told",
+        crate::SubscriberOptions::at(&folder.0, &Device::host()),
+    )
+    .unwrap();
     let attached = next(&seen, "subscriber.attached", "told");
     let pid = std::process::id().to_string();
     assert_eq!(attached.field("pid"), Some(pid.as_str()), "{attached:?}");
@@ -212,8 +212,7 @@ fn wait_with<T>(endpoint: T) {
 fn the_deaths_of_a_subscriber_and_of_an_owner_are_told() {
     let here = "the_deaths_of_a_subscriber_and_of_an_owner_are_told";
     let subscriber = |domain: &Domain, name: &str| {
-        let builder = crate::Subscriber::builder(name).domain(domain);
-        builder.device(&Device::host()).build().unwrap()
+        crate::Subscriber::new(name, crate::SubscriberOptions::at(domain, &Device::host())).unwrap()
     };
     if let Ok(role) = std::env::var(ROLE) {
         let domain = Domain::at(std::env::var_os(DOMAIN).unwrap()).unwrap();
@@ -224,15 +223,17 @@ fn the_deaths_of_a_subscriber_and_of_an_owner_are_told() {
                 let sample = subscriber.receive(&stream, WAIT).unwrap();
                 wait_with((sample, subscriber))
             }
-            _ => {
-                let builder = Publisher::builder("victim").domain(&domain);
-                wait_with(builder.device(&Device::host()).build().unwrap())
-            }
+            _ => wait_with(
+                Publisher::new("victim", PublisherOptions::at(&domain, &Device::host())).unwrap(),
+            ),
         };
     }
     let (seen, folder) = (listen(), Folder::new("deaths"));
-    let publisher = Publisher::builder("survivor").domain(&folder.0).history(1);
-    let publisher = publisher.device(&Device::host()).build().unwrap();
+    let options = PublisherOptions {
+        history: 1,
+        ..PublisherOptions::at(&folder.0, &Device::host())
+    };
+    let publisher = Publisher::new("survivor", options).unwrap();
     let stream = Device::host().stream().unwrap();
     publisher.send_bytes(&stream, b"held").unwrap();
     let child = Child::start(here, "subscriber", &folder.0);
@@ -255,10 +256,14 @@ fn the_deaths_of_a_subscriber_and_of_an_owner_are_told() {
 fn a_connection_that_breaks_the_protocol_is_told_with_its_process_and_the_reason() {
     let (seen, folder) = (listen(), Folder::new("refused"));
     let _publisher = folder.publisher("strict");
-    let client = crate::AllocationClient::opener("strict")
-        .domain(&folder.0)
-        .device(&Device::host());
-    assert!(client.open(Duration::ZERO).is_err());
+    assert!(
+        crate::AllocationClient::open(
+            "strict",
+            crate::OpenOptions::at(&folder.0, &Device::host()),
+            Duration::ZERO
+        )
+        .is_err()
+    );
     let refused = next(&seen, "connection.refused", "strict");
     let pid = std::process::id().to_string();
     assert_eq!(refused.field("pid"), Some(pid.as_str()), "{refused:?}");
@@ -276,10 +281,13 @@ fn a_subscriber_that_blocks_or_panics_holds_up_no_endpoint() {
     let blocked = collector().blocked.lock().unwrap();
     drop(folder.publisher("panics"));
     let publisher = folder.publisher("goes-on");
-    let subscriber = crate::Subscriber::builder("goes-on")
-        .domain(&folder.0)
-        .device(&Device::host());
-    drop(subscriber.build().unwrap());
+    drop(
+        crate::Subscriber::new(
+            "goes-on",
+            crate::SubscriberOptions::at(&folder.0, &Device::host()),
+        )
+        .unwrap(),
+    );
     drop(publisher);
     assert_eq!(
         seen.try_iter()

@@ -30,7 +30,7 @@ impl BaseVersion {
     ///
     /// # Errors
     /// [`Error::Argument`] when the keeper offers a later version; as
-    /// [`Opener::open`](crate::options::Opener::open).
+    /// [`SharedWeights::open`](super::SharedWeights::open).
     pub fn find<'w>(
         domain: &Domain,
         name: &str,

@@ -21,17 +21,17 @@ use crate::wait::Wait;
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use warpipe::weights::{Keeper, SharedWeights, Weights};
-/// # use warpipe::{DType, Device, Domain, Layout};
+/// # use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, Weights};
+/// # use warpipe::{DType, Device, Domain, Layout, OpenOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-follower-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// # let wait = Duration::from_secs(5);
-/// # let keeper = Keeper::builder("llama").domain(&domain).build()?;
+/// # let keeper = Keeper::new("llama", KeeperOptions::at(&domain))?;
 /// # let layout = Layout::contiguous(DType::U8, &[3])?;
 /// # let publish = |bytes| Weights::from_bytes(&device, [("bias", layout, bytes)])?.publish(&domain, "llama", wait);
 /// let first = publish(&b"abc"[..])?;
-/// let opener = SharedWeights::opener("llama").domain(&domain).device(&device);
-/// let mut follower = opener.open(wait)?.follow();
+/// let shared = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
+/// let mut follower = shared.follow();
 /// let bias = follower.weights().tensor("bias").expect("it was published");
 ///
 /// let second = publish(&b"xyz"[..])?;
@@ -128,7 +128,7 @@ impl Follower {
 
     /// Takes the newest version, if there is a later one now, at the same addresses, and returns its
     /// number. None if there is none, also while the name has no keeper, or one that is stopped: nothing
-    /// waits for a publisher ([`version_after`](crate::Opener::version_after) does).
+    /// waits for a publisher ([`version_after`](super::SharedWeights::version_after) does).
     ///
     /// # Errors
     /// As [`take`](Self::take) and [`newer`](SharedWeights::newer).

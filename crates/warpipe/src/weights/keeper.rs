@@ -18,10 +18,11 @@ use crate::fork::OwnerProcess;
 use crate::fork::thread::Thread;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
+    AccessPolicy, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
+    ServerCore, decode,
 };
 use crate::mutex::LockUnpoisoned;
-use crate::options::{EndpointOptions, option_setters};
+use crate::options::{chosen_domain, serve};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::trace::{self, TraceEvent};
 
@@ -75,35 +76,53 @@ pub(super) enum KeeperNotice {
     NotTaken { text: String },
 }
 
-/// Options for a keeper.
-#[derive(Debug, Clone)]
-pub struct KeeperBuilder {
-    name: String,
-    shared: EndpointOptions,
+/// The options of a [`Keeper`].
+#[derive(Debug, Clone, Default)]
+pub struct KeeperOptions {
+    /// The domain of its name; the environment's by default.
+    pub domain: Option<Domain>,
+    /// Has these users, beside this process's own, open the weights that it offers, and do nothing
+    /// else with it. The domain directory must admit them, too. They get the memory itself, and
+    /// could write to it: admit users that are trusted so far.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
 }
 
-impl KeeperBuilder {
-    option_setters! { (shared):
-        /// The domain of its name; the environment's by default.
-        domain,
-        /// Has these users, beside this process's own, open the weights that it offers, and do
-        /// nothing else with it. The domain directory must admit them, too. They get the memory
-        /// itself, and could write to it: admit users that are trusted so far.
-        allow_uids,
-        allow_gids,
+impl KeeperOptions {
+    /// The defaults, in this domain.
+    pub fn at(domain: &Domain) -> KeeperOptions {
+        KeeperOptions {
+            domain: Some(domain.clone()),
+            ..KeeperOptions::default()
+        }
     }
+}
 
-    /// Claims the name, and asks every process that holds a version of it for its descriptors
-    /// (at most 25 s: a stopped process does not answer). The newest version found becomes the
-    /// [candidate](Keeper::candidate); up to 7 older ones wait behind it.
+/// Keeps the weights of a name: descriptors alone, without a device. Dropping it releases the name;
+/// processes that have the weights open keep them.
+#[derive(Debug)]
+pub struct Keeper {
+    _server: IpcServer,
+    core: Arc<KeeperCore>,
+    unanswered: usize,
+    owner_process: OwnerProcess,
+}
+
+impl Keeper {
+    /// Claims the name (at most 200 bytes, otherwise as every endpoint name), and asks every
+    /// process that holds a version of it for its descriptors (at most 25 s: a stopped process does
+    /// not answer). The newest version found becomes the [candidate](Keeper::candidate); up to 7
+    /// older ones wait behind it.
     ///
     /// # Errors
     /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken),
     /// [`Error::ForeignFile`](crate::Error::ForeignFile), [`Error::Domain`](crate::Error::Domain),
     /// [`Error::Os`](crate::Error::Os).
-    pub fn build(self) -> Result<Keeper> {
-        let name = weights_name(&self.name)?;
-        let domain = self.shared.domain()?;
+    pub fn new(name: &str, options: KeeperOptions) -> Result<Keeper> {
+        let name = weights_name(name)?;
+        let domain = chosen_domain(&options.domain)?;
         let core = Arc::new(KeeperCore {
             name: name.clone(),
             domain: domain.clone(),
@@ -113,8 +132,9 @@ impl KeeperBuilder {
             ending: LocalDoorbell::new()?,
         });
         let handler = Arc::new(core.clone());
+        let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
         // Before the search: a process that becomes a holder from now on has asked this keeper.
-        let server = self.shared.serve(&name, Kind::Weights, handler)?;
+        let server = serve(&options.domain, &name, Kind::Weights, access, handler)?;
         let found = takeover::find(&domain, &name);
         let unanswered = found.as_ref().map_or(0, |found| found.unanswered);
         // Closed behind the lock.
@@ -130,26 +150,6 @@ impl KeeperBuilder {
             unanswered,
             owner_process: OwnerProcess::current(),
         })
-    }
-}
-
-/// Keeps the weights of a name: descriptors alone, without a device. Dropping it releases the name;
-/// processes that have the weights open keep them.
-#[derive(Debug)]
-pub struct Keeper {
-    _server: IpcServer,
-    core: Arc<KeeperCore>,
-    unanswered: usize,
-    owner_process: OwnerProcess,
-}
-
-impl Keeper {
-    /// Options for the keeper of `name`: at most 200 bytes, otherwise as every endpoint name.
-    pub fn builder(name: &str) -> KeeperBuilder {
-        KeeperBuilder {
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
-        }
     }
 
     /// The name.
@@ -169,7 +169,7 @@ impl Keeper {
 
     /// The version that was taken over from another process and is not offered before a process
     /// with a device has compared its content hashes:
-    /// [`Opener::verify`](crate::options::Opener::verify), which opens a device and so is better
+    /// [`verify`](super::SharedWeights::verify), which opens a device and so is better
     /// called in another process. If they differ, the next older version is the candidate.
     ///
     /// # Errors

@@ -7,17 +7,17 @@
 //! ([`SharedWeights`]) as read-only tensors, and hold descriptors themselves: they go on when the
 //! keeper dies, and the next keeper of the name takes the newest version over from them. It offers
 //! that version once a process with a device has checked the content hashes
-//! ([`verify`](crate::Opener::verify)). The device computes them before the version is offered, or as
+//! ([`verify`](SharedWeights::verify)). The device computes them before the version is offered, or as
 //! [`Hashing`] says. A version may share tensors with an earlier one ([`WeightsBuilder::base`]).
 //!
 //! ```
 //! use std::time::Duration;
-//! use warpipe::weights::{Keeper, SharedWeights, Weights};
-//! use warpipe::{DType, Device, Domain, Layout};
+//! use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, Weights};
+//! use warpipe::{DType, Device, Domain, Layout, OpenOptions};
 //! # let folder = std::env::temp_dir().join(format!("warpipe-weights-{}", std::process::id()));
 //! let (domain, device) = (Domain::at(&folder)?, Device::host());
 //! let wait = Duration::from_secs(5);
-//! let keeper = Keeper::builder("llama").domain(&domain).build()?; // in a process of its own
+//! let keeper = Keeper::new("llama", KeeperOptions::at(&domain))?; // in a process of its own
 //!
 //! // In a process that may end afterwards; `Weights::load` does the same with files:
 //! let layout = Layout::contiguous(DType::U8, &[3])?;
@@ -26,8 +26,7 @@
 //! drop(weights);
 //!
 //! // In each worker:
-//! let opener = SharedWeights::opener("llama").domain(&domain).device(&device);
-//! let weights = opener.open(wait)?;
+//! let weights = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
 //! let bias = weights.tensor("bias").expect("it was published");
 //! assert_eq!(bias.memory().to_vec(wait)?, b"abc");
 //! # drop((bias, weights, keeper)); std::fs::remove_dir_all(folder).ok();
@@ -74,7 +73,7 @@ pub use self::follower::Follower;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use self::fuzzed::{seeds, try_header, try_manifest};
 pub use self::in_place::TensorsInPlace;
-pub use self::keeper::{Keeper, KeeperBuilder};
+pub use self::keeper::{Keeper, KeeperOptions};
 pub use self::load::{PublishedWeights, Weights};
 pub use self::manifest::{ContentHash, Hashing, TensorInfo};
 pub use self::named::{NamedVersion, NamedWeights};

@@ -20,7 +20,7 @@ use crate::fork::OwnerProcess;
 use crate::ipc::IpcServer;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::{DeviceSlice, SharedMemory};
-use crate::options::Opener;
+use crate::options::{OpenOptions, chosen_device, chosen_domain};
 use crate::tensor::Layout;
 use crate::wait::Wait;
 
@@ -67,82 +67,6 @@ pub struct HeldVersion {
 opaque_debug!(SharedWeights {; name, version, bytes });
 opaque_debug!(HeldVersion { name; number });
 
-impl Opener<SharedWeights> {
-    /// Opens the version that is offered, and waits for one: also while there is no keeper, or the
-    /// keeper is replaced.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
-    /// version; [`Error::PeerGone`] when it ends and no time is left to wait for the next one;
-    /// [`Error::Refused`] when it has no room for another session; [`Error::OtherKind`],
-    /// [`Error::Name`], [`Error::Refused`], [`Error::Handshake`]; [`Error::Protocol`] when
-    /// what it sends is damaged; [`Error::Device`] and [`Error::Device`] when the
-    /// device cannot map the memory; [`Error::Os`], [`Error::Driver`].
-    pub fn open<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<SharedWeights> {
-        self.open_after(0, wait)
-    }
-
-    /// As [`open`](Opener::open), for a version after number `version`, as
-    /// [`SharedWeights::newer`]: without keeping an earlier one open.
-    ///
-    /// # Errors
-    /// As [`open`](Opener::open).
-    pub fn open_after<'w>(&self, version: u64, wait: impl Into<Wait<'w>>) -> Result<SharedWeights> {
-        let name = weights_name(self.name())?;
-        let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        SharedWeights::after(&domain, &name, &device, version, &wait.into())
-    }
-
-    /// The number of the version that is offered, if it is after number `version`; waits for such a
-    /// one as [`open`](Opener::open). Opens nothing and uses no device.
-    ///
-    /// # Errors
-    /// As [`open`](Opener::open).
-    pub fn version_after<'w>(&self, version: u64, wait: impl Into<Wait<'w>>) -> Result<u64> {
-        let name = weights_name(self.name())?;
-        let (domain, wanted) = (self.chosen_domain()?, KeeperRequest::Offered);
-        wait_for_number(&domain, &name, &wanted, version, &wait.into())
-    }
-
-    /// Compares the content hashes of the version that a new keeper took over, and has the keeper
-    /// offer it if they are right. Without such a candidate it compares those of the version that
-    /// is offered. Waits for one of them: also while a new keeper still asks its holders, and for
-    /// hashes that the publisher computes [later](Hashing::Later). Returns the version's number.
-    /// The device reads all of the memory.
-    ///
-    /// # Errors
-    /// [`Error::WeightsUnverified`], also for a version with tensors that have no hash to compare: a
-    /// candidate is dropped then, and an older one, if there is one, takes its place, and a version
-    /// that is offered stays offered; [`Error::Timeout`] when the keeper has no version; as
-    /// [`open`](Opener::open).
-    pub fn verify<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<u64> {
-        let name = weights_name(self.name())?;
-        let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        let wait = &wait.into();
-        let (keeper, held) = wait_for_hashes(&domain, &name, wait)?;
-        // Of the descriptors that the keeper has, and not of what may be mapped here already.
-        let memory = parts(&held).map(|part| part.map_alone(&device));
-        let memory = memory.collect::<Result<Vec<SharedMemory>>>()?;
-        let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
-        let tensors = damaged_tensors(&slices, &held.manifest, wait)?;
-        let (version, is_hashed) = (held.version, held.is_hashed());
-        let checked = KeeperRequest::Checked {
-            version,
-            is_sound: tensors.is_empty() && is_hashed,
-        };
-        keeper.request(&checked, &Duration::ZERO.into())?;
-        let (name, version) = (name.to_string(), version.number);
-        match is_hashed && tensors.is_empty() {
-            true => Ok(version),
-            false => Err(Error::WeightsUnverified {
-                name,
-                version,
-                tensors,
-            }),
-        }
-    }
-}
-
 /// The tensors with another content hash than the manifest says, in the manifest's order; those
 /// without a hash are not read. `memory` has a slice for each part.
 fn damaged_tensors(
@@ -172,16 +96,105 @@ impl From<&SharedWeights> for BaseVersion {
 }
 
 impl SharedWeights {
-    /// Options to open the weights of a name.
-    pub fn opener(name: &str) -> Opener<SharedWeights> {
-        Opener::new(name)
+    /// Opens the version that is offered, and waits for one: also while there is no keeper, or the
+    /// keeper is replaced.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
+    /// version; [`Error::PeerGone`] when it ends and no time is left to wait for the next one;
+    /// [`Error::Refused`] when it has no room for another session; [`Error::OtherKind`],
+    /// [`Error::Name`], [`Error::Refused`], [`Error::Handshake`]; [`Error::Protocol`] when
+    /// what it sends is damaged; [`Error::Device`] and [`Error::Device`] when the
+    /// device cannot map the memory; [`Error::Os`], [`Error::Driver`].
+    pub fn open<'w>(
+        name: &str,
+        options: OpenOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<SharedWeights> {
+        SharedWeights::open_after(name, 0, options, wait)
+    }
+
+    /// As [`open`](Self::open), for a version after number `version`, as
+    /// [`SharedWeights::newer`]: without keeping an earlier one open.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_after<'w>(
+        name: &str,
+        version: u64,
+        options: OpenOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<SharedWeights> {
+        let name = weights_name(name)?;
+        let (domain, device) = (
+            chosen_domain(&options.domain)?,
+            chosen_device(&options.device),
+        );
+        SharedWeights::after(&domain, &name, &device, version, &wait.into())
+    }
+
+    /// The number of the version that is offered, if it is after number `version`; waits for such a
+    /// one as [`open`](Self::open). Opens nothing and uses no device.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn version_after<'w>(
+        name: &str,
+        version: u64,
+        options: OpenOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<u64> {
+        let name = weights_name(name)?;
+        let (domain, wanted) = (chosen_domain(&options.domain)?, KeeperRequest::Offered);
+        wait_for_number(&domain, &name, &wanted, version, &wait.into())
+    }
+
+    /// Compares the content hashes of the version that a new keeper took over, and has the keeper
+    /// offer it if they are right. Without such a candidate it compares those of the version that
+    /// is offered. Waits for one of them: also while a new keeper still asks its holders, and for
+    /// hashes that the publisher computes [later](Hashing::Later). Returns the version's number.
+    /// The device reads all of the memory.
+    ///
+    /// # Errors
+    /// [`Error::WeightsUnverified`], also for a version with tensors that have no hash to compare: a
+    /// candidate is dropped then, and an older one, if there is one, takes its place, and a version
+    /// that is offered stays offered; [`Error::Timeout`] when the keeper has no version; as
+    /// [`open`](Self::open).
+    pub fn verify<'w>(name: &str, options: OpenOptions, wait: impl Into<Wait<'w>>) -> Result<u64> {
+        let name = weights_name(name)?;
+        let (domain, device) = (
+            chosen_domain(&options.domain)?,
+            chosen_device(&options.device),
+        );
+        let wait = &wait.into();
+        let (keeper, held) = wait_for_hashes(&domain, &name, wait)?;
+        // Of the descriptors that the keeper has, and not of what may be mapped here already.
+        let memory = parts(&held).map(|part| part.map_alone(&device));
+        let memory = memory.collect::<Result<Vec<SharedMemory>>>()?;
+        let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
+        let tensors = damaged_tensors(&slices, &held.manifest, wait)?;
+        let (version, is_hashed) = (held.version, held.is_hashed());
+        let checked = KeeperRequest::Checked {
+            version,
+            is_sound: tensors.is_empty() && is_hashed,
+        };
+        keeper.request(&checked, &Duration::ZERO.into())?;
+        let (name, version) = (name.to_string(), version.number);
+        match is_hashed && tensors.is_empty() {
+            true => Ok(version),
+            false => Err(Error::WeightsUnverified {
+                name,
+                version,
+                tensors,
+            }),
+        }
     }
 
     /// Opens the next version of the same name on the same device, and waits for it. Versions in
     /// between are left out. This version stays open as long as this object.
     ///
     /// # Errors
-    /// [`Error::Timeout`] when none came; [`Error::Forked`]; as [`Opener::open`].
+    /// [`Error::Timeout`] when none came; [`Error::Forked`]; as [`open`](Self::open).
     pub fn newer<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<SharedWeights> {
         let HeldVersion {
             domain,

@@ -19,8 +19,8 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::in_a_forked_child;
 use crate::ipc::domain::Domain;
-use crate::options::Opener;
 use crate::tensor::{DType, Layout};
+use crate::{OpenOptions, PublishOptions};
 
 const WAIT: Duration = Duration::from_secs(30);
 
@@ -43,12 +43,11 @@ impl Stage {
     }
 
     fn keeper(&self) -> Keeper {
-        Keeper::builder("w").domain(&self.domain).build().unwrap()
+        Keeper::new("w", KeeperOptions::at(&self.domain)).unwrap()
     }
 
-    fn opener(&self) -> Opener<SharedWeights> {
-        let opener = SharedWeights::opener("w").domain(&self.domain);
-        opener.device(&self.device)
+    fn options(&self) -> OpenOptions {
+        OpenOptions::at(&self.domain, &self.device)
     }
 
     /// Weights with two tensors, every byte of them `byte`.
@@ -113,7 +112,7 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
     let _keeper = stage.keeper();
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(weights);
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let bytes = |name: &str| shared.tensor(name).unwrap().memory().to_vec(WAIT).unwrap();
     assert!(bytes("large") == large && bytes("small") == [5, 6] && bytes("none").is_empty());
     assert_eq!(
@@ -121,7 +120,10 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
         [large.len() as u64]
     );
     assert!(shared.tensor("none of these").is_none());
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), published.version());
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        published.version()
+    );
 }
 
 /// A file with one tensor, which needs each staging buffer more than once.
@@ -233,7 +235,7 @@ fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
     let keeper = stage.keeper();
     assert_eq!(keeper.version().unwrap(), None);
     assert_eq!(stage.publish(1).version(), 1);
-    let first = stage.opener().open(WAIT).unwrap();
+    let first = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(stage.publish(2).version(), 2);
     let second = first.newer(WAIT).unwrap();
     assert_eq!((first.version(), byte_of(&first)), (1, 1));
@@ -247,7 +249,7 @@ fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
 fn a_waiting_reader_gets_the_version_that_is_published_later() {
     let stage = Stage::new();
     std::thread::scope(|scope| {
-        let reader = scope.spawn(|| stage.opener().open(WAIT).unwrap());
+        let reader = scope.spawn(|| SharedWeights::open("w", stage.options(), WAIT).unwrap());
         let _keeper = stage.keeper();
         let _published = stage.publish(4);
         let first = reader.join().unwrap();
@@ -268,7 +270,7 @@ fn concurrent_readers_see_all_of_one_version_and_no_older_one_afterwards() {
             scope.spawn(|| {
                 let mut last = 0;
                 while !is_over.load(SeqCst) {
-                    let weights = stage.opener().open(WAIT).unwrap();
+                    let weights = SharedWeights::open("w", stage.options(), WAIT).unwrap();
                     assert!(weights.version() >= last);
                     last = weights.version();
                     assert_eq!(u64::from(byte_of(&weights)), last);
@@ -294,11 +296,14 @@ fn a_new_keeper_offers_a_version_of_another_process_only_after_its_hashes_were_c
         (Some(2), None)
     );
     assert_eq!(keeper.unanswered(), 0);
-    let early = stage.opener().open(Duration::ZERO).unwrap_err();
+    let early = SharedWeights::open("w", stage.options(), Duration::ZERO).unwrap_err();
     assert!(early.to_string().contains("check of version 2"), "{early}");
     std::thread::scope(|scope| {
-        let reader = scope.spawn(|| stage.opener().open(WAIT).unwrap());
-        assert_eq!(stage.opener().verify(WAIT).unwrap(), 2);
+        let reader = scope.spawn(|| SharedWeights::open("w", stage.options(), WAIT).unwrap());
+        assert_eq!(
+            SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+            2
+        );
         assert_eq!(byte_of(&reader.join().unwrap()), 2);
     });
     assert_eq!(
@@ -324,7 +329,7 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
         .unwrap();
     stream.synchronize(WAIT).unwrap();
     let keeper = stage.keeper();
-    let damaged = stage.opener().verify(WAIT).unwrap_err();
+    let damaged = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
         matches!(&damaged, Error::WeightsUnverified { version: 2, tensors, .. } if *tensors == ["b"]),
         "{damaged}"
@@ -337,8 +342,14 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
         (keeper.candidate().unwrap(), keeper.version().unwrap()),
         (Some(1), None)
     );
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
-    assert_eq!(byte_of(&stage.opener().open(WAIT).unwrap()), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
+    assert_eq!(
+        byte_of(&SharedWeights::open("w", stage.options(), WAIT).unwrap()),
+        1
+    );
     assert_eq!(stage.publish(3).version(), 3, "no number is used twice");
 }
 
@@ -350,21 +361,17 @@ fn names_that_are_taken_of_another_kind_or_unknown_are_errors_and_leave_no_file(
     let absent = publish(Duration::ZERO).unwrap_err();
     assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
     let keeper = stage.keeper();
-    let taken = Keeper::builder("w")
-        .domain(&stage.domain)
-        .build()
-        .unwrap_err();
+    let taken = Keeper::new("w", KeeperOptions::at(&stage.domain)).unwrap_err();
     assert!(matches!(taken, Error::NameTaken { .. }), "{taken}");
     drop(keeper);
     let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
-    let other = memory.publish(&stage.domain, "w").unwrap();
+    let other = memory
+        .publish("w", PublishOptions::at(&stage.domain))
+        .unwrap();
     let found = publish(Duration::ZERO).unwrap_err();
     assert!(matches!(found, Error::OtherKind { .. }), "{found}");
     drop(other);
-    let long = Keeper::builder(&"n".repeat(201))
-        .domain(&stage.domain)
-        .build()
-        .unwrap_err();
+    let long = Keeper::new(&"n".repeat(201), KeeperOptions::at(&stage.domain)).unwrap_err();
     assert!(matches!(long, Error::Name { .. }), "{long}");
     assert_eq!(std::fs::read_dir(&stage.folder).unwrap().count(), 0);
 }
@@ -403,7 +410,11 @@ fn files_of_other_endpoints_behind_the_prefix_are_no_versions() {
         "w/held-0-0",
         "w/held-9",
     ];
-    let others = names.map(|name| memory.publish(&stage.domain, name).unwrap());
+    let others = names.map(|name| {
+        memory
+            .publish(name, PublishOptions::at(&stage.domain))
+            .unwrap()
+    });
     let keeper = stage.keeper();
     assert_eq!(
         (keeper.candidate().unwrap(), keeper.unanswered()),
@@ -418,14 +429,17 @@ fn a_forked_child_neither_hangs_nor_disturbs_what_its_parent_holds() {
     let stage = Stage::new();
     let keeper = stage.keeper();
     let _published = stage.publish(1);
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let memory = shared.tensor("a").unwrap();
     in_a_forked_child(|| {
         let is_forked = |error: Option<Error>| matches!(error, Some(Error::Forked));
         is_forked(keeper.version().err()) && is_forked(memory.memory().to_vec(WAIT).err())
     });
     assert_eq!(byte_of(&shared), 1);
-    assert_eq!(byte_of(&stage.opener().open(WAIT).unwrap()), 1);
+    assert_eq!(
+        byte_of(&SharedWeights::open("w", stage.options(), WAIT).unwrap()),
+        1
+    );
 }
 
 #[test]
@@ -442,7 +456,7 @@ fn every_damaged_tensor_is_listed() {
             .unwrap();
     }
     stream.synchronize(WAIT).unwrap();
-    let damaged = stage.opener().verify(WAIT).unwrap_err();
+    let damaged = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
         matches!(&damaged, Error::WeightsUnverified { tensors, .. } if *tensors == ["a", "b"]),
         "{damaged}"
@@ -456,7 +470,10 @@ fn damage_in_any_part_of_a_tensor_is_found() {
     let weights = Weights::load(&stage.device, &source).unwrap();
     let _keeper = stage.keeper();
     let _published = weights.publish(&stage.domain, "w", WAIT).unwrap();
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
     let stream = stage.device.stream().unwrap();
     let last = bytes.len() - 1;
     for place in [0, (4 << 20) - 1, 4 << 20, 8 << 20, last] {
@@ -466,14 +483,17 @@ fn damage_in_any_part_of_a_tensor_is_found() {
             stream.synchronize(WAIT).unwrap();
         };
         write(!bytes[place]);
-        let damaged = stage.opener().verify(WAIT).unwrap_err();
+        let damaged = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
         assert!(
             matches!(damaged, Error::WeightsUnverified { .. }),
             "{damaged}"
         );
         write(bytes[place]);
     }
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
 }
 
 #[test]
@@ -493,7 +513,15 @@ fn a_check_that_the_device_fails_is_no_verdict() {
         let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
         backend.hook().aim(method, call);
         let device = Device::from_backend(backend);
-        let failed = stage.opener().device(&device).verify(WAIT).unwrap_err();
+        let failed = SharedWeights::verify(
+            "w",
+            OpenOptions {
+                device: Some(device.clone()),
+                ..stage.options()
+            },
+            WAIT,
+        )
+        .unwrap_err();
         assert!(
             matches!(
                 failed,
@@ -506,7 +534,10 @@ fn a_check_that_the_device_fails_is_no_verdict() {
         );
         assert_eq!(keeper.candidate().unwrap(), Some(1));
     }
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
 }
 
 #[test]
@@ -515,7 +546,9 @@ fn weights_are_listed_with_their_keeper_or_without_one() {
     let list = || NamedWeights::list(&stage.domain).unwrap();
     assert_eq!(list(), []);
     let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
-    let _other = memory.publish(&stage.domain, "memory").unwrap();
+    let _other = memory
+        .publish("memory", PublishOptions::at(&stage.domain))
+        .unwrap();
     let keeper = stage.keeper();
     let [empty] = &list()[..] else {
         panic!("one name")
@@ -580,7 +613,7 @@ fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
             matches!(refused, Error::Refused { denied: false, .. }),
             "{refused}"
         );
-        let none = stage.opener().open(Duration::ZERO).unwrap_err();
+        let none = SharedWeights::open("w", stage.options(), Duration::ZERO).unwrap_err();
         assert!(matches!(none, Error::Timeout { .. }), "{none}");
         drop(keeper);
         ending.join().unwrap().unwrap();

@@ -11,7 +11,10 @@ use super::stage::{
     stream,
 };
 use crate::statistics::Observer;
-use crate::{Client, Device, Domain, Error, Layout, Publisher, Server};
+use crate::{
+    Client, ClientOptions, Device, Domain, Error, Layout, Publisher, PublisherOptions, Server,
+    ServerOptions,
+};
 
 const USER: u32 = 61_234;
 const OTHER_USER: u32 = 65_534;
@@ -92,10 +95,7 @@ fn memory_beyond_the_limit_of_file_sizes_is_an_error_and_no_signal() {
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         let before = getrlimit(Resource::Fsize);
-        let build = || {
-            let builder = Publisher::builder("a").domain(&scratch.domain);
-            builder.device(&Device::host()).build()
-        };
+        let build = || Publisher::new("a", PublisherOptions::at(&scratch.domain, &Device::host()));
         let send = |publisher: &Publisher| publisher.send_bytes(&stream(), &[0; 4 << 20]);
         for bytes in [0, 1 << 10, 64 << 10, 1 << 20] {
             let limit = Rlimit {
@@ -147,8 +147,7 @@ fn a_peer_in_another_time_namespace_is_seen_and_keeps_the_deadlines_of_this_one(
     let test = "a_peer_in_another_time_namespace_is_seen_and_keeps_the_deadlines_of_this_one";
     let device = Device::host();
     let answer = |domain: &Domain| {
-        let builder = Server::builder("service").domain(domain).device(&device);
-        let mut server = builder.build()?;
+        let mut server = Server::new("service", ServerOptions::at(domain, &device))?;
         let request = server.accept(&stream(), LONG)?;
         let output = request.output(&Layout::bytes_only(4)?)?;
         request.complete_with(output, &stream())
@@ -157,18 +156,10 @@ fn a_peer_in_another_time_namespace_is_seen_and_keeps_the_deadlines_of_this_one(
         let input = client.loan(&Layout::bytes_only(4)?)?;
         client.call(input, &stream(), LONG).map(drop)
     };
-    let client = |domain: &Domain| {
-        Client::builder("service")
-            .domain(domain)
-            .device(&device)
-            .build()
-    };
+    let client = |domain: &Domain| Client::new("service", ClientOptions::at(domain, &device));
     match role().as_deref() {
         Some("server") => {
-            let _publisher = Publisher::builder("a")
-                .domain(&domain_of_test())
-                .device(&device)
-                .build();
+            let _publisher = Publisher::new("a", PublisherOptions::at(&domain_of_test(), &device));
             println!("outcome: {}", std::process::id());
             next_order();
             return println!("outcome: {:?}", answer(&domain_of_test()));

@@ -18,7 +18,10 @@ use super::stage::{
 use crate::ipc::limits::eviction_candidate;
 use crate::ipc::message::{Message, Received};
 use crate::runtime::closer::{PENDING_OF_OTHERS_MAX, pending_closes};
-use crate::{Device, Domain, Error, HandshakeFault, Publisher, Subscriber};
+use crate::{
+    Device, Domain, Error, HandshakeFault, Publisher, PublisherOptions, Subscriber,
+    SubscriberOptions,
+};
 
 /// Two users in lanes of their own.
 const BAD: u32 = 60_001;
@@ -41,17 +44,22 @@ pub(super) fn as_user<T: Send>(uid: u32, work: impl FnOnce() -> T + Send) -> T {
 fn open_to_both() -> (Scratch, Publisher) {
     let scratch = Scratch::new();
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
-    let publisher = scratch.publisher(|it| it.allow_uids(&[BAD, GOOD]));
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        allow_uids: vec![BAD, GOOD],
+        ..it
+    });
     (scratch, publisher)
 }
 
 fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
     let domain = Domain::of_user(&scratch.path, 0)?;
-    Subscriber::builder("a")
-        .domain(&domain)
-        .device(&Device::host())
-        .handshake_timeout(LONG)
-        .build()
+    Subscriber::new(
+        "a",
+        SubscriberOptions {
+            handshake_timeout: LONG,
+            ..SubscriberOptions::at(&domain, &Device::host())
+        },
+    )
 }
 
 /// Sends the read end of a pipe where no descriptor is due. Returns the other end.
@@ -151,8 +159,11 @@ fn one_users_silent_connections_are_evicted_for_other_users() {
             }
             let scratch = Scratch::new();
             std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
-            let _publisher =
-                scratch.publisher(|it| it.allow_uids(&[BAD]).handshake_timeout(10 * LONG));
+            let _publisher = scratch.publisher(|it| PublisherOptions {
+                allow_uids: vec![BAD],
+                handshake_timeout: 10 * LONG,
+                ..it
+            });
             // The first and slowest connection.
             let slow = scratch.connection();
             let connections: Vec<OwnedFd> =

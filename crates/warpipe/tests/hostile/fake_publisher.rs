@@ -9,7 +9,7 @@ use crate::backend::{Access, DeviceId, DeviceKind};
 use crate::ipc::message::{Message, Received, wait_readable};
 use crate::runtime::doorbell::PeerDoorbell;
 use crate::shm::segment::Segment;
-use crate::{Device, Subscriber};
+use crate::{Device, Subscriber, SubscriberOptions};
 
 /// A fake publisher's offer, valid until a test changes one part.
 pub(super) struct Offer {
@@ -92,10 +92,11 @@ pub(super) fn meet(
             // Until the subscriber has decided, so that the end of the connection does not decide.
             socket
         });
-        let builder = Subscriber::builder("a")
-            .domain(&scratch.domain)
-            .device(&Device::host());
-        let result = builder.handshake_timeout(timeout).build();
+        let options = SubscriberOptions {
+            handshake_timeout: timeout,
+            ..SubscriberOptions::at(&scratch.domain, &Device::host())
+        };
+        let result = Subscriber::new("a", options);
         drop(publisher.join().unwrap());
         result
     })

@@ -12,13 +12,10 @@ use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{
     Guarded, Scratch, alone, assert_delivers, command, domain_of_test, eventually, name, role,
 };
-use crate::{Device, Error, Publisher};
+use crate::{Device, Error, Publisher, PublisherOptions};
 
 fn build(scratch: &Scratch) -> crate::Result<Publisher> {
-    Publisher::builder("a")
-        .domain(&scratch.domain)
-        .device(&Device::host())
-        .build()
+    Publisher::new("a", PublisherOptions::at(&scratch.domain, &Device::host()))
 }
 
 /// The kind and the contents of a path, without following it.
@@ -172,11 +169,8 @@ fn a_killed_publishers_name_is_cleaned_or_taken_over() {
     let test = "a_killed_publishers_name_is_cleaned_or_taken_over";
     if role().as_deref() == Some("victim") {
         let domain = domain_of_test();
-        let _publisher = Publisher::builder("a")
-            .domain(&domain)
-            .device(&Device::host())
-            .build()
-            .unwrap();
+        let _publisher =
+            Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap();
         println!("ready");
         loop {
             std::thread::park();
@@ -307,12 +301,11 @@ fn a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor() {
             drop(build(&scratch).unwrap());
             let before = settled_descriptors();
             backend.hook().aim("register", 1);
-            let error = Publisher::builder("a")
-                .domain(&scratch.domain)
-                .device(&device)
-                .history(1)
-                .build()
-                .unwrap_err();
+            let options = PublisherOptions {
+                history: 1,
+                ..PublisherOptions::at(&scratch.domain, &device)
+            };
+            let error = Publisher::new("a", options).unwrap_err();
             assert!(
                 matches!(
                     error,

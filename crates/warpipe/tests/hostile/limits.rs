@@ -15,7 +15,8 @@ use super::stage::{
 use crate::runtime::reactor::Reactor;
 use crate::runtime::reserve::RESERVE_MAX;
 use crate::{
-    Device, Error, HandshakeFault, Layout, PeerState, Publisher, Queue, Subscriber, Worker,
+    Device, Error, HandshakeFault, Layout, PeerState, Publisher, PublisherOptions, Queue,
+    QueueOptions, Subscriber, SubscriberOptions, Worker, WorkerOptions,
 };
 
 #[test]
@@ -27,11 +28,11 @@ fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() 
             let scratch = Scratch::new();
             let stream = stream();
             let build = || {
-                let builder = Publisher::builder("a")
-                    .domain(&scratch.domain)
-                    .device(&Device::host())
-                    .history(1);
-                let publisher = builder.build()?;
+                let options = PublisherOptions {
+                    history: 1,
+                    ..PublisherOptions::at(&scratch.domain, &Device::host())
+                };
+                let publisher = Publisher::new("a", options)?;
                 publisher
                     .send_bytes(&stream, b"the first region, too")
                     .map(|_| publisher)
@@ -98,13 +99,8 @@ impl Host {
 /// The other side of [`Host`].
 fn serve() {
     let domain = domain_of_test();
-    let mut publisher = Some(
-        Publisher::builder("a")
-            .domain(&domain)
-            .device(&Device::host())
-            .build()
-            .unwrap(),
-    );
+    let mut publisher =
+        Some(Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap());
     let stream = stream();
     println!("ready");
     while let Some(line) = next_order() {
@@ -128,12 +124,13 @@ fn serve() {
 }
 
 fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
-    let builder = Subscriber::builder("a")
-        .domain(&scratch.domain)
-        .device(&Device::host());
-    builder
-        .handshake_timeout(Duration::from_millis(300))
-        .build()
+    Subscriber::new(
+        "a",
+        SubscriberOptions {
+            handshake_timeout: Duration::from_millis(300),
+            ..SubscriberOptions::at(&scratch.domain, &Device::host())
+        },
+    )
 }
 
 #[test]
@@ -340,11 +337,8 @@ fn an_owner_without_descriptors_loses_no_job_that_was_done() {
     let device = Device::host();
     if role().as_deref() == Some("worker") {
         let domain = domain_of_test();
-        let mut worker = crate::Worker::builder("jobs")
-            .domain(&domain)
-            .device(&device)
-            .build()
-            .unwrap();
+        let mut worker =
+            crate::Worker::new("jobs", crate::WorkerOptions::at(&domain, &device)).unwrap();
         let stream = stream();
         let complete = |worker: &mut crate::Worker, bytes| {
             let lease = worker.lease(&stream, LONG).unwrap();
@@ -362,10 +356,11 @@ fn an_owner_without_descriptors_loses_no_job_that_was_done() {
     }
     alone(module_path!(), test, || {
         let (scratch, stream) = (Scratch::new(), stream());
-        let builder = crate::Queue::builder("jobs")
-            .domain(&scratch.domain)
-            .device(&device);
-        let queue = builder.max_attempts(1).build().unwrap();
+        let options = crate::QueueOptions {
+            max_attempts: 1,
+            ..crate::QueueOptions::at(&scratch.domain, &device)
+        };
+        let queue = crate::Queue::new("jobs", options).unwrap();
         let mut worker = TestProcess::start(module_path!(), test, "worker", &scratch);
         for (bytes, is_short) in [(10, false), (4_000_000, true), (10, false)] {
             let job = queue.submit_bytes(b"job", &stream).unwrap();
@@ -387,11 +382,8 @@ fn a_subscriber_costs_its_publisher_six_descriptors() {
     let test = "a_subscriber_costs_its_publisher_six_descriptors";
     if role().as_deref() == Some("importer") {
         let domain = domain_of_test();
-        let _subscriber = Subscriber::builder("a")
-            .domain(&domain)
-            .device(&Device::host())
-            .build()
-            .unwrap();
+        let _subscriber =
+            Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host())).unwrap();
         println!("attached");
         let _ = next_order();
         return;
@@ -422,20 +414,15 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     let test = "a_process_takes_its_own_share_of_the_links_and_leaves_the_rest";
     if role().as_deref() == Some("many") {
         let domain = domain_of_test();
-        let builder = || {
-            Subscriber::builder("a")
-                .domain(&domain)
-                .device(&Device::host())
-                .build()
-        };
-        let builders: Vec<_> = (0..64).map(|_| builder().unwrap()).collect();
-        let fault = match builder() {
+        let subscribe = || Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host()));
+        let subscribers: Vec<_> = (0..64).map(|_| subscribe().unwrap()).collect();
+        let fault = match subscribe() {
             Err(Error::Handshake { fault, .. }) => fault,
             other => panic!("{other:?}"),
         };
         println!("refused {fault:?}");
         let _ = next_order();
-        drop(builders);
+        drop(subscribers);
         return;
     }
     let scratch = Scratch::new();
@@ -468,21 +455,24 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
         let domain = domain_of_test();
         let device = Device::host();
         let open = |name: &str| match name {
-            "pool" => crate::PoolClient::opener(name)
-                .domain(&domain)
-                .device(&device)
-                .open(Duration::ZERO)
-                .map(drop),
-            "timeline" => crate::Timeline::opener(name)
-                .domain(&domain)
-                .device(&device)
-                .open(Duration::ZERO)
-                .map(drop),
-            _ => crate::Semaphore::opener(name)
-                .domain(&domain)
-                .device(&device)
-                .open(Duration::ZERO)
-                .map(drop),
+            "pool" => crate::PoolClient::open(
+                name,
+                crate::OpenOptions::at(&domain, &device),
+                Duration::ZERO,
+            )
+            .map(drop),
+            "timeline" => crate::Timeline::open(
+                name,
+                crate::OpenOptions::at(&domain, &device),
+                Duration::ZERO,
+            )
+            .map(drop),
+            _ => crate::Semaphore::open(
+                name,
+                crate::OpenOptions::at(&domain, &device),
+                Duration::ZERO,
+            )
+            .map(drop),
         };
         let names = ["pool", "timeline", "turns"];
         names.iter().for_each(|name| open(name).unwrap());
@@ -511,22 +501,18 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         let device = Device::host();
-        let _pool = crate::Pool::builder("pool")
-            .domain(&scratch.domain)
-            .device(&device)
-            .build()
-            .unwrap();
-        let _timeline = crate::Timeline::builder("timeline")
-            .domain(&scratch.domain)
-            .device(&device)
-            .build()
-            .unwrap();
-        let _turns = crate::Semaphore::builder("turns")
-            .permits(1)
-            .domain(&scratch.domain)
-            .device(&device)
-            .build()
-            .unwrap();
+        let _pool =
+            crate::Pool::new("pool", crate::PoolOptions::at(&scratch.domain, &device)).unwrap();
+        let _timeline = crate::Timeline::new(
+            "timeline",
+            crate::TimelineOptions::at(&scratch.domain, &device),
+        )
+        .unwrap();
+        let options = crate::SemaphoreOptions {
+            permits: 1,
+            ..crate::SemaphoreOptions::at(&scratch.domain, &device)
+        };
+        let _turns = crate::Semaphore::new("turns", options).unwrap();
         let before = settled_descriptors();
         let mut client = TestProcess::start(module_path!(), test, "client", &scratch);
         client.hear("no descriptors left");
@@ -542,11 +528,7 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
     let device = Device::host();
     if role().as_deref() == Some("owner") {
         let domain = domain_of_test();
-        let pool = crate::Pool::builder("pool")
-            .domain(&domain)
-            .device(&device)
-            .build()
-            .unwrap();
+        let pool = crate::Pool::new("pool", crate::PoolOptions::at(&domain, &device)).unwrap();
         println!("lent {}", pool.stats().lent_bytes);
         while next_order().is_some() {
             println!("lent {}", pool.stats().lent_bytes);
@@ -558,11 +540,12 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
         let mut owner = TestProcess::start(module_path!(), test, "owner", &scratch);
         assert_eq!(owner.hear("lent "), "0");
         let open = || {
-            crate::PoolClient::opener("pool")
-                .domain(&scratch.domain)
-                .device(&device)
-                .open(Duration::ZERO)
-                .unwrap()
+            crate::PoolClient::open(
+                "pool",
+                crate::OpenOptions::at(&scratch.domain, &device),
+                Duration::ZERO,
+            )
+            .unwrap()
         };
         let client = open();
         let held = client.allocate(4096, Duration::ZERO).unwrap();
@@ -596,12 +579,8 @@ fn a_worker_takes_four_descriptors_and_two_of_its_queue() {
         "a_worker_takes_four_descriptors_and_two_of_its_queue",
         || {
             let (scratch, device) = (Scratch::new(), Device::host());
-            let queue = Queue::builder("q").domain(&scratch.domain).device(&device);
-            let queue = queue.build().unwrap();
-            let worker = || {
-                let worker = Worker::builder("q").domain(&scratch.domain);
-                worker.device(&device).build().unwrap()
-            };
+            let queue = Queue::new("q", QueueOptions::at(&scratch.domain, &device)).unwrap();
+            let worker = || Worker::new("q", WorkerOptions::at(&scratch.domain, &device)).unwrap();
             // The first one brings the lifeline of this process.
             let first = worker();
             queue.wait_for_workers(1, LONG).unwrap();

@@ -29,7 +29,7 @@ use crate::ipc::{
 };
 use crate::os::IS_OLD_KERNEL;
 use crate::runtime::closer::pending_closes;
-use crate::{Device, Error, Publisher, Subscriber};
+use crate::{Device, Error, Publisher, PublisherOptions, Subscriber};
 
 /// A TCP socket with `SO_LINGER` and unread data: its last `close` returns when this is dropped.
 pub(super) struct Lingering {
@@ -191,11 +191,7 @@ impl Victim {
 /// Announces a sample that is never complete, and waits to be killed.
 pub(super) fn victim() {
     let domain = domain_of_test();
-    let publisher = Publisher::builder("a")
-        .domain(&domain)
-        .device(&Device::host())
-        .build()
-        .unwrap();
+    let publisher = Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap();
     println!("ready");
     std::io::stdin().read_line(&mut String::new()).unwrap();
     let stream = stream();
@@ -214,7 +210,10 @@ fn lingering_descriptors_block_no_publisher() {
     let test = "lingering_descriptors_block_no_publisher";
     on_both_kernels(test, || {
         let (scratch, victim) = (Scratch::new(), Victim::start(module_path!(), test));
-        let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_millis(300)));
+        let publisher = scratch.publisher(|it| PublisherOptions {
+            handshake_timeout: Duration::from_millis(300),
+            ..it
+        });
         let mut good = scratch.subscriber();
         let (mut thrown, mut came) = (Vec::new(), 0);
         let attached = |scratch: &Scratch| {

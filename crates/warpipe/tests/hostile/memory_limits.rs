@@ -8,7 +8,7 @@ use rustix::process::Resource;
 use super::descriptors::set_soft;
 use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{Scratch, alone, assert_delivers};
-use crate::{Device, Error, HandshakeFault, Layout};
+use crate::{Device, Error, HandshakeFault, Layout, PublisherOptions};
 
 #[test]
 fn a_memfd_that_cannot_grow_is_an_error_of_the_loan_and_of_the_new_subscriber() {
@@ -81,7 +81,10 @@ fn an_address_space_that_is_full_is_an_error_of_the_loan_alone() {
 fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() {
     let scratch = Scratch::new();
     let machine = Device::host().info().memory_bytes;
-    let publisher = scratch.publisher(|it| it.memory_limit(u64::MAX));
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        memory_limit: u64::MAX,
+        ..it
+    });
     let loan = publisher
         .loan(&Layout::bytes_only(machine + 1).unwrap())
         .map(drop)
@@ -102,9 +105,10 @@ fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() 
     assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
     drop(publisher);
 
-    let publisher = scratch.publisher(|it| {
-        it.memory_limit(4 << 20)
-            .loan_timeout(Duration::from_millis(20))
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        memory_limit: 4 << 20,
+        loan_timeout: Duration::from_millis(20),
+        ..it
     });
     let small = Layout::bytes_only(1 << 20).unwrap();
     let loans: Vec<_> = (0..4).map(|_| publisher.loan(&small).unwrap()).collect();

@@ -6,7 +6,10 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use rustix::process::Signal;
 
 use super::stage::{LONG, Scratch, TestProcess, alone, domain_of_test, next_order, role, stream};
-use crate::{Device, Domain, EndpointName, Error, NAME_BYTES_MAX, Publisher, Subscriber};
+use crate::{
+    Device, Domain, EndpointName, Error, NAME_BYTES_MAX, Publisher, PublisherOptions, Subscriber,
+    SubscriberOptions,
+};
 
 const BAD: [&str; 15] = [
     "", "..", ".", "/", "a/", "/a", "a//b", "a/../b", "../a", "a/.b", ".a", "a\0b", "a b", "käse",
@@ -18,15 +21,10 @@ fn a_name_that_breaks_a_rule_is_refused_by_both_ends() {
     let scratch = Scratch::new();
     let long = "x".repeat(NAME_BYTES_MAX + 1);
     for bad in BAD.iter().copied().chain([long.as_str()]) {
-        let publisher = Publisher::builder(bad)
-            .domain(&scratch.domain)
-            .device(&Device::host())
-            .build();
+        let publisher = Publisher::new(bad, PublisherOptions::at(&scratch.domain, &Device::host()));
         assert!(matches!(publisher, Err(Error::Name { .. })), "{bad:?}");
-        let subscriber = Subscriber::builder(bad)
-            .domain(&scratch.domain)
-            .device(&Device::host())
-            .build();
+        let subscriber =
+            Subscriber::new(bad, SubscriberOptions::at(&scratch.domain, &Device::host()));
         assert!(matches!(subscriber, Err(Error::Name { .. })), "{bad:?}");
     }
     assert_eq!(
@@ -40,16 +38,16 @@ fn a_name_that_breaks_a_rule_is_refused_by_both_ends() {
 fn the_longest_name_can_be_published_and_subscribed_to() {
     let scratch = Scratch::new();
     let long = "x".repeat(NAME_BYTES_MAX);
-    let publisher = Publisher::builder(&long)
-        .domain(&scratch.domain)
-        .device(&Device::host())
-        .build()
-        .unwrap();
-    Subscriber::builder(&long)
-        .domain(&scratch.domain)
-        .device(&Device::host())
-        .build()
-        .unwrap();
+    let publisher = Publisher::new(
+        &long,
+        PublisherOptions::at(&scratch.domain, &Device::host()),
+    )
+    .unwrap();
+    Subscriber::new(
+        &long,
+        SubscriberOptions::at(&scratch.domain, &Device::host()),
+    )
+    .unwrap();
     drop(publisher);
     assert_eq!(std::fs::read_dir(&scratch.path).unwrap().count(), 0);
 }
@@ -57,10 +55,11 @@ fn the_longest_name_can_be_published_and_subscribed_to() {
 #[test]
 fn a_name_with_slashes_lies_flat_in_the_directory() {
     let scratch = Scratch::new();
-    let builder = Publisher::builder("camera/front.left-1")
-        .domain(&scratch.domain)
-        .device(&Device::host());
-    let _publisher = builder.build().unwrap();
+    let _publisher = Publisher::new(
+        "camera/front.left-1",
+        PublisherOptions::at(&scratch.domain, &Device::host()),
+    )
+    .unwrap();
     assert!(
         std::fs::read_dir(&scratch.path).unwrap().all(|entry| entry
             .unwrap()
@@ -149,16 +148,9 @@ fn a_relative_directory_stays_the_same_when_the_process_moves() {
             std::env::set_current_dir(&scratch.path).unwrap();
             let domain = Domain::at("relative").unwrap();
             std::env::set_current_dir("/").unwrap();
-            let publisher = Publisher::builder("a")
-                .domain(&domain)
-                .device(&Device::host())
-                .build()
-                .unwrap();
-            Subscriber::builder("a")
-                .domain(&domain)
-                .device(&Device::host())
-                .build()
-                .unwrap();
+            let publisher =
+                Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap();
+            Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host())).unwrap();
             assert!(scratch.path.join("relative/a.sock").exists());
             drop(publisher);
             assert!(!scratch.path.join("relative/a.sock").exists());
@@ -172,13 +164,7 @@ const FILES_BETWEEN: usize = 15_000;
 /// Has a lifeline, then many files, then the lock of a name.
 fn own_a_name_behind_many_files() {
     let (domain, device) = (domain_of_test(), Device::host());
-    let publisher = |name| {
-        Publisher::builder(name)
-            .domain(&domain)
-            .device(&device)
-            .build()
-            .unwrap()
-    };
+    let publisher = |name| Publisher::new(name, PublisherOptions::at(&domain, &device)).unwrap();
     let first = publisher("first");
     let mut files = Vec::new();
     while files.len() < FILES_BETWEEN
@@ -205,18 +191,12 @@ fn the_name_of_a_dead_process_is_free_although_its_exit_has_not_closed_the_lock_
     for _ in 0..5 {
         let mut owner = TestProcess::start(module_path!(), TEST, "owner", &scratch);
         owner.hear("ready");
-        let mut subscriber = Subscriber::builder("first")
-            .domain(&scratch.domain)
-            .device(&device)
-            .build()
-            .unwrap();
+        let mut subscriber =
+            Subscriber::new("first", SubscriberOptions::at(&scratch.domain, &device)).unwrap();
         owner.process.signal(Signal::KILL).unwrap();
         let gone = subscriber.receive(&stream(), LONG).unwrap_err();
         assert!(matches!(gone, Error::PeerGone { .. }), "{gone}");
-        let next = Publisher::builder("last")
-            .domain(&scratch.domain)
-            .device(&device)
-            .build();
+        let next = Publisher::new("last", PublisherOptions::at(&scratch.domain, &device));
         next.expect("the name is free");
         owner.kill();
     }

@@ -9,8 +9,11 @@ use super::stage::{
     Guarded, LONG, Scratch, alone, command, domain_of_test, eventually, role, stream,
 };
 use crate::origin::ProcessOrigin;
-use crate::queue::{Queue, Worker};
-use crate::{Change, Device, Domain, Error, Member, Members, PeerState, Publisher, Subscriber};
+use crate::queue::{Queue, QueueOptions, Worker, WorkerOptions};
+use crate::{
+    Change, Device, Domain, Error, Member, MemberOptions, Members, MembersOptions, PeerState,
+    Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+};
 
 /// Runs a command as the first process of a PID namespace of its own, in a user namespace in which
 /// its user is root. It ends with the process that is started here, which waits for it.
@@ -166,12 +169,14 @@ fn publish() {
     let (mut publisher, stream) = (None, stream());
     for order in orders() {
         let publisher = publisher.get_or_insert_with(|| {
-            Publisher::builder("a")
-                .domain(&domain())
-                .device(&Device::host())
-                .depth(4)
-                .build()
-                .unwrap()
+            Publisher::new(
+                "a",
+                PublisherOptions {
+                    depth: 4,
+                    ..PublisherOptions::at(&domain(), &Device::host())
+                },
+            )
+            .unwrap()
         });
         match order.as_str() {
             "send" => println!(
@@ -190,11 +195,7 @@ fn subscribe() {
     let (mut subscriber, stream) = (None, stream());
     for order in orders() {
         let subscriber = subscriber.get_or_insert_with(|| {
-            Subscriber::builder("a")
-                .domain(&domain())
-                .device(&Device::host())
-                .build()
-                .unwrap()
+            Subscriber::new("a", SubscriberOptions::at(&domain(), &Device::host())).unwrap()
         });
         if order == "attach" {
             println!("outcome: {:?}", subscriber.publisher_pid());
@@ -248,12 +249,14 @@ fn work() {
     let (mut worker, stream) = (None, stream());
     for order in orders() {
         let worker = worker.get_or_insert_with(|| {
-            Worker::builder("q")
-                .domain(&domain())
-                .device(&Device::host())
-                .answer_timeout(LONG)
-                .build()
-                .unwrap()
+            Worker::new(
+                "q",
+                WorkerOptions {
+                    answer_timeout: LONG,
+                    ..WorkerOptions::at(&domain(), &Device::host())
+                },
+            )
+            .unwrap()
         });
         if order == "open" {
             println!("outcome: ready");
@@ -274,11 +277,7 @@ fn own() {
     let (mut queue, mut jobs, stream) = (None, Vec::new(), stream());
     for order in orders() {
         let queue = queue.get_or_insert_with(|| {
-            Queue::builder("q")
-                .domain(&domain())
-                .device(&Device::host())
-                .build()
-                .unwrap()
+            Queue::new("q", QueueOptions::at(&domain(), &Device::host())).unwrap()
         });
         match order.as_str() {
             "open" => println!("outcome: ready"),
@@ -335,22 +334,22 @@ fn join() {
     let mut held = None;
     for name in orders() {
         if name == "look" {
-            let watch = Members::builder().domain(&domain()).build().unwrap();
+            let watch = Members::new(MembersOptions::at(&domain())).unwrap();
             eventually("both are seen", || watch.list().unwrap().len() == 2);
             println!("outcome: {}", seen(&watch));
             continue;
         }
-        let publisher = Publisher::builder(&name)
-            .domain(&domain())
-            .device(&Device::host())
-            .build()
-            .unwrap();
+        let publisher =
+            Publisher::new(&name, PublisherOptions::at(&domain(), &Device::host())).unwrap();
         held = Some((
-            Member::builder(&name)
-                .role("publishes")
-                .domain(&domain())
-                .build()
-                .unwrap(),
+            Member::new(
+                &name,
+                MemberOptions {
+                    role: "publishes".into(),
+                    ..MemberOptions::at(&domain())
+                },
+            )
+            .unwrap(),
             publisher,
         ));
         println!("outcome: ready");
@@ -397,7 +396,7 @@ fn members_and_name_holders_with_equal_pids_are_not_confused() {
                 [first.asked("one"), second.asked("two")],
                 ["ready", "ready"]
             );
-            let watch = Members::builder().domain(&scratch.domain).build().unwrap();
+            let watch = Members::new(MembersOptions::at(&scratch.domain)).unwrap();
             eventually("both are seen", || watch.list().unwrap().len() == 2);
             let right = "one: members/one one, two: members/two two";
             assert_eq!(seen(&watch), right);

@@ -1,6 +1,7 @@
 //! Raw clients against a real publisher: it refuses wrong messages alone and continues.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use warpipe_testkit::Rng;
@@ -9,6 +10,7 @@ use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{
     LONG, Scratch, alone, assert_delivers, eventually, hear, packet, pipe, random_bytes, send_raw,
 };
+use crate::PublisherOptions;
 use crate::backend::{DeviceId, DeviceKind};
 use crate::ipc::Kind;
 use crate::ipc::PeerState;
@@ -246,7 +248,10 @@ fn a_silent_client_is_refused_in_time_before_and_after_the_hello() {
         "a_silent_client_is_refused_in_time_before_and_after_the_hello",
         || {
             let scratch = Scratch::new();
-            let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_secs(2)));
+            let publisher = scratch.publisher(|it| PublisherOptions {
+                handshake_timeout: Duration::from_secs(2),
+                ..it
+            });
             assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
             eventually("the first has gone", || publisher.subscribers().is_empty());
             let before = settled_descriptors();
@@ -263,7 +268,10 @@ fn a_silent_client_is_refused_in_time_before_and_after_the_hello() {
 #[test]
 fn silent_connections_exclude_no_subscriber() {
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it.handshake_timeout(LONG));
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        handshake_timeout: LONG,
+        ..it
+    });
     let connections: Vec<_> = (0..300).map(|_| scratch.connection()).collect();
     assert_delivers(&publisher, &mut scratch.subscriber(), b"in spite of them");
     drop(connections);
@@ -273,7 +281,10 @@ fn silent_connections_exclude_no_subscriber() {
 #[test]
 fn subscribers_above_the_limit_are_refused_until_others_leave() {
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it.subscribers_max(3));
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        subscribers_max: 3,
+        ..it
+    });
     let mut three: Vec<_> = (0..3).map(|_| scratch.subscriber()).collect();
     let error = scratch.try_subscriber().unwrap_err();
     assert!(
@@ -299,14 +310,15 @@ fn a_policy_that_panics_refuses_only_the_client_it_was_asked_about() {
     let scratch = Scratch::new();
     let angry = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
     let mood = angry.clone();
-    let publisher = scratch.publisher(|it| {
-        it.policy_of(move |_| {
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        policy_of: Some(Arc::new(move |_| {
             assert!(
                 !mood.load(std::sync::atomic::Ordering::SeqCst),
                 "the user's code panics"
             );
             crate::Policy::Fail
-        })
+        })),
+        ..it
     });
     assert!(matches!(
         scratch.try_subscriber(),
@@ -332,14 +344,17 @@ fn a_policy_that_panics_while_others_wait_to_be_accepted_leaves_the_publisher_li
     let (all_said, wait) = std::sync::mpsc::channel::<()>();
     let wait = std::sync::Mutex::new(wait);
     let publisher = scratch.publisher(|it| {
-        it.policy_of(move |_| {
-            // The first client is asked about until all others have connected and said `Hello`, so
-            // each of those is read as soon as it is accepted.
-            if wait.lock().is_ok_and(|wait| wait.recv().is_ok()) {
-                panic!("the user's code panics");
-            }
-            crate::Policy::Fail
-        })
+        PublisherOptions {
+            policy_of: Some(Arc::new(move |_| {
+                // The first client is asked about until all others have connected and said `Hello`, so
+                // each of those is read as soon as it is accepted.
+                if wait.lock().is_ok_and(|wait| wait.recv().is_ok()) {
+                    panic!("the user's code panics");
+                }
+                crate::Policy::Fail
+            })),
+            ..it
+        }
     });
     let sockets = [(); 4].map(|()| {
         let socket = scratch.connection();
@@ -360,7 +375,10 @@ fn a_policy_that_panics_while_others_wait_to_be_accepted_leaves_the_publisher_li
 #[test]
 fn a_limit_of_one_admits_one_of_many_that_come_at_once() {
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it.subscribers_max(1));
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        subscribers_max: 1,
+        ..it
+    });
     let sockets: Vec<OwnedFd> = (0..32).map(|_| scratch.connection()).collect();
     sockets
         .iter()
@@ -392,9 +410,10 @@ fn a_limit_of_one_admits_one_of_many_that_come_at_once() {
 fn a_link_with_unread_descriptors_counts_until_they_are_no_longer_in_flight() {
     use rustix::event::{PollFd, PollFlags, poll};
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| {
-        it.subscribers_max(2)
-            .handshake_timeout(Duration::from_secs(2))
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        subscribers_max: 2,
+        handshake_timeout: Duration::from_secs(2),
+        ..it
     });
     let connections: Vec<OwnedFd> = (0..2).map(|_| scratch.connection()).collect();
     connections

@@ -15,8 +15,9 @@ use super::stage::{
 };
 use crate::ipc::message::{Message, Received};
 use crate::ipc::{Kind, PeerState};
+use crate::pubsub::PublisherRole;
 use crate::shm::seal;
-use crate::{Error, Layout, Policy, Publisher};
+use crate::{Device, Error, Layout, Policy, Publisher, PublisherOptions};
 
 /// A client that has attached correctly and holds its segment.
 struct Liar {
@@ -85,7 +86,11 @@ fn a_scribbling_receiver_does_not_affect_the_other_ones_samples() {
         || {
             for (policy, spins) in POLICIES.into_iter().zip([0, 30, 0, 30]) {
                 let scratch = Scratch::new();
-                let publisher = scratch.publisher(|it| it.policy(policy).memory_limit(8 << 20));
+                let publisher = scratch.publisher(|it| PublisherOptions {
+                    policy,
+                    memory_limit: 8 << 20,
+                    ..it
+                });
                 let (mut good, stream) = (scratch.subscriber(), stream());
                 assert_delivers(&publisher, &mut good, b"before");
                 let before = settled_descriptors();
@@ -179,9 +184,10 @@ fn early_releases_unmap_nothing_under_the_publishers_stream() {
 #[test]
 fn a_slot_released_early_is_not_reused_while_it_is_being_filled() {
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| {
-        it.memory_limit(2 << 20)
-            .loan_timeout(Duration::from_millis(50))
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        memory_limit: 2 << 20,
+        loan_timeout: Duration::from_millis(50),
+        ..it
     });
     let (busy, (go, wait)) = (stream(), mpsc::channel::<()>());
     let liar = Liar::attach(&scratch);
@@ -212,10 +218,11 @@ fn slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold() {
         }
     }
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| {
-        it.policy(Policy::DropNewest)
-            .memory_limit(4 << 20)
-            .loan_timeout(Duration::from_secs(5))
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        policy: Policy::DropNewest,
+        memory_limit: 4 << 20,
+        loan_timeout: Duration::from_secs(5),
+        ..it
     });
     let stream = stream();
     for round in 0..5 {
@@ -245,7 +252,7 @@ fn slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold() {
 #[test]
 fn one_sample_held_for_long_does_not_make_the_publisher_take_all_memory() {
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it.depth(16));
+    let publisher = scratch.publisher(|it| PublisherOptions { depth: 16, ..it });
     let (mut subscriber, stream) = (scratch.subscriber(), stream());
     publisher.send_bytes(&stream, b"held").unwrap();
     let held = subscriber.receive(&stream, LONG).unwrap();
@@ -264,17 +271,15 @@ fn one_sample_held_for_long_does_not_make_the_publisher_take_all_memory() {
 fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
     use crate::backend::testing::{Failing, Wrapped};
     let scratch = Scratch::new();
-    let publisher: Publisher = scratch.publisher(|it| it.depth(2));
+    let publisher: Publisher = scratch.publisher(|it| PublisherOptions { depth: 2, ..it });
     let backend = Wrapped::new(
         crate::backend::host::HostBackend::shared(),
         Failing::default(),
     );
     let device = crate::Device::from_backend(backend.clone());
-    let mut subscriber = crate::Subscriber::builder("a")
-        .domain(&scratch.domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let mut subscriber =
+        crate::Subscriber::new("a", crate::SubscriberOptions::at(&scratch.domain, &device))
+            .unwrap();
     let (ours, theirs) = (stream(), device.stream().unwrap());
     for round in 0..10u8 {
         let (go, wait) = mpsc::channel::<()>();
@@ -312,11 +317,9 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
                 ),
                 "{error}"
             );
-            subscriber = crate::Subscriber::builder("a")
-                .domain(&scratch.domain)
-                .device(&device)
-                .build()
-                .unwrap();
+            subscriber =
+                crate::Subscriber::new("a", crate::SubscriberOptions::at(&scratch.domain, &device))
+                    .unwrap();
             let info = publisher.subscribers();
             assert!(
                 info.iter().any(|it| it.state == PeerState::Alive),
@@ -350,11 +353,12 @@ fn forged_ready_and_released_words_of_another_user_reuse_no_slot_under_its_write
         )
         .unwrap();
         let all = Layout::bytes_only(2 << 20).unwrap();
-        let publisher = scratch.publisher(|it| {
-            it.allow_uids(&[NOBODY])
-                .depth(4)
-                .memory_limit(2 << 20)
-                .loan_timeout(Duration::ZERO)
+        let publisher = scratch.publisher(|it| PublisherOptions {
+            allow_uids: vec![NOBODY],
+            depth: 4,
+            memory_limit: 2 << 20,
+            loan_timeout: Duration::ZERO,
+            ..it
         });
         let liar = Liar::attach_by(super::users::as_user(NOBODY, || scratch.connection()));
         let stream = stream();
@@ -378,11 +382,12 @@ fn forged_ready_and_released_words_of_another_user_reuse_no_slot_under_its_write
 fn a_receiver_that_closes_no_region_keeps_memory_of_the_limit_once_more_and_no_more() {
     let scratch = Scratch::new();
     let limit = 64 << 20;
-    let publisher = scratch.publisher(|it| {
-        it.policy(Policy::DropOldest)
-            .depth(1)
-            .memory_limit(limit)
-            .loan_timeout(Duration::from_millis(20))
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        policy: Policy::DropOldest,
+        depth: 1,
+        memory_limit: limit,
+        loan_timeout: Duration::from_millis(20),
+        ..it
     });
     let (liar, stream) = (Liar::attach(&scratch), stream());
     let mut lengths = (20 << 20..).step_by(1 << 20);
@@ -423,11 +428,14 @@ fn a_receiver_that_closes_no_region_keeps_memory_of_the_limit_once_more_and_no_m
 fn a_queue_that_returns_results_that_it_did_not_set_aside_loses_its_link_and_no_slot_twice() {
     for positions in [vec![1], vec![1, 1], vec![7], vec![0, u64::MAX]] {
         let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| {
-            it.kind(Kind::Results)
-                .memory_limit(2 << 20)
-                .loan_timeout(Duration::from_millis(20))
-        });
+        let options = PublisherOptions {
+            depth: 4,
+            memory_limit: 2 << 20,
+            loan_timeout: Duration::from_millis(20),
+            ..PublisherOptions::at(&scratch.domain, &Device::host())
+        };
+        let role = PublisherRole::of(Kind::Results);
+        let publisher = Publisher::with_role("a", options, role).unwrap();
         let mut own = hello();
         if let Message::Hello { kind, .. } = &mut own {
             *kind = Kind::Results;

@@ -14,7 +14,8 @@ use super::stage::{LONG, Scratch, eventually, hear, in_a_forked_child, packet, s
 use crate::ipc::Kind;
 use crate::ipc::message::{self, Message, Received};
 use crate::{
-    Client, Device, Domain, Error, HandshakeFault, Layout, Pool, PoolClient, Server, Subscriber,
+    Client, ClientOptions, Device, Domain, Error, HandshakeFault, Layout, OpenOptions, Pool,
+    PoolClient, PoolOptions, Server, ServerOptions, Subscriber, SubscriberOptions,
 };
 
 /// A user without other processes.
@@ -86,10 +87,7 @@ fn a_client_that_comes_while_the_server_lacks_descriptors_is_told_and_may_come_a
     for spare in 0..=4 {
         in_a_forked_child(|| {
             let scratch = Scratch::new();
-            let pool = Pool::builder("a")
-                .domain(&scratch.domain)
-                .device(&Device::host());
-            let _pool = pool.build().unwrap();
+            let _pool = Pool::new("a", PoolOptions::at(&scratch.domain, &Device::host())).unwrap();
             is_told_and_may_come_again(&scratch, &hello, spare)
         });
     }
@@ -105,12 +103,11 @@ fn a_subscriber_without_room_in_its_process_is_told_so_and_may_come_again() {
         settled_descriptors();
         // Its own descriptors, and few for the publisher, in one process.
         leave_descriptors(8);
-        let builder = || {
-            Subscriber::builder("a")
-                .domain(&scratch.domain)
-                .device(&Device::host())
+        let subscribe = || {
+            let options = SubscriberOptions::at(&scratch.domain, &Device::host());
+            Subscriber::new("a", options)
         };
-        let error = builder().build().map(drop).unwrap_err();
+        let error = subscribe().map(drop).unwrap_err();
         eprintln!("{error}");
         let is_peers = matches!(
             error,
@@ -121,7 +118,7 @@ fn a_subscriber_without_room_in_its_process_is_told_so_and_may_come_again() {
         );
         let is_told = is_peers || error.is_descriptor_limit();
         raise_descriptor_limit();
-        is_told && builder().build().is_ok()
+        is_told && subscribe().is_ok()
     });
 }
 
@@ -148,10 +145,13 @@ fn outlasts_unread_answers(scratch: &Scratch) -> bool {
     assert_eq!(codes, [0; 2]);
     set_soft(Resource::Nofile, Some(256));
     let domain = Domain::at(&scratch.path).unwrap();
-    let builder = Pool::builder("a").domain(&domain).device(&Device::host());
-    let pool = builder.build().unwrap();
-    let opener = PoolClient::opener("a").domain(&domain);
-    let client = opener.device(&Device::host()).open(Duration::ZERO).unwrap();
+    let pool = Pool::new("a", PoolOptions::at(&domain, &Device::host())).unwrap();
+    let client = PoolClient::open(
+        "a",
+        OpenOptions::at(&domain, &Device::host()),
+        Duration::ZERO,
+    )
+    .unwrap();
     drop(client.allocate(1, Duration::ZERO).unwrap());
     let silent = [(); 4].map(|()| {
         let (socket, pipes) = (scratch.connection(), [(); 2].map(|()| rustix::pipe::pipe()));
@@ -236,10 +236,8 @@ fn a_server_without_a_thread_for_a_client_says_so_and_serves_it_when_there_is_on
     as_tenant(|domain| {
         let (device, soon) = (Device::host(), Duration::from_millis(50));
         let stream = device.stream().unwrap();
-        let client = Client::builder("s").domain(domain).device(&device);
-        let client = client.build().unwrap();
-        let server = Server::builder("s").domain(domain).device(&device);
-        let mut server = server.build().unwrap();
+        let client = Client::new("s", ClientOptions::at(domain, &device)).unwrap();
+        let mut server = Server::new("s", ServerOptions::at(domain, &device)).unwrap();
         let input = client.loan(&Layout::bytes_only(8).unwrap()).unwrap();
         let _pending = client.request(input, &stream, LONG).unwrap();
         limit_threads(true);

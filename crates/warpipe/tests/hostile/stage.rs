@@ -17,7 +17,7 @@ use warpipe_testkit::{ChildProcess, LineReader, Rng, TempDir, temporary_folder, 
 use crate::fork::lifeline::Lifeline;
 use crate::fork::per_process::PerProcess;
 use crate::ipc::message::{self, Received};
-use crate::{Device, Domain, EndpointName, Publisher, Stream, Subscriber};
+use crate::{Device, Domain, EndpointName, Publisher, Stream, Subscriber, SubscriberOptions};
 
 /// The limit for every wait; only a hang reaches it.
 pub(super) const LONG: Duration = Duration::from_secs(20);
@@ -55,16 +55,13 @@ impl Scratch {
     /// A publisher of `a`, with a depth of 4 unless `edit` says otherwise.
     pub(super) fn publisher(
         &self,
-        edit: impl FnOnce(crate::PublisherBuilder) -> crate::PublisherBuilder,
+        edit: impl FnOnce(crate::PublisherOptions) -> crate::PublisherOptions,
     ) -> Publisher {
-        edit(
-            Publisher::builder("a")
-                .domain(&self.domain)
-                .device(&Device::host())
-                .depth(4),
-        )
-        .build()
-        .unwrap()
+        let options = crate::PublisherOptions {
+            depth: 4,
+            ..crate::PublisherOptions::at(&self.domain, &Device::host())
+        };
+        Publisher::new("a", edit(options)).unwrap()
     }
 
     pub(super) fn subscriber(&self) -> Subscriber {
@@ -72,10 +69,13 @@ impl Scratch {
     }
 
     pub(super) fn try_subscriber(&self) -> crate::Result<Subscriber> {
-        let builder = Subscriber::builder("a")
-            .domain(&self.domain)
-            .device(&Device::host());
-        builder.handshake_timeout(Duration::from_secs(2)).build()
+        Subscriber::new(
+            "a",
+            SubscriberOptions {
+                handshake_timeout: Duration::from_secs(2),
+                ..SubscriberOptions::at(&self.domain, &Device::host())
+            },
+        )
     }
 
     /// A connection to `a` that has sent nothing yet.

@@ -14,8 +14,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use super::publisher_handshake::hello;
 use super::stage::{Guarded, LONG, Scratch, command, eventually, packet, role, send_raw};
 use crate::{
-    Device, Domain, Error, Event, EventHandle, Member, Members, Memory, Pool, PoolClient,
-    Publisher, Quota, Semaphore, Subscriber, Timeline,
+    Device, Domain, Error, Event, EventHandle, EventOptions, Member, MemberOptions, Members,
+    MembersOptions, Memory, OpenOptions, Pool, PoolClient, PoolOptions, PublishOptions, Publisher,
+    PublisherOptions, Quota, Semaphore, SemaphoreOptions, Subscriber, SubscriberOptions, Timeline,
+    TimelineOptions,
 };
 
 const TENANT: u32 = 60_011;
@@ -38,32 +40,47 @@ const NAMES: [&str; 6] = ["a", "pool", "memory", "timeline", "semaphore", "membe
 fn endpoints(domain: &Domain, uids: &[u32]) -> Endpoints {
     let device = &Device::host();
     let memory = Memory::allocate(device, 8).unwrap();
-    let publication = memory.publication("memory").domain(domain);
-    let (publisher, pool) = (Publisher::builder("a"), Pool::builder("pool"));
-    let (timeline, semaphore) = (
-        Timeline::builder("timeline"),
-        Semaphore::builder("semaphore"),
-    );
-    let (member, event) = (Member::builder("it"), Event::builder());
-    let timeline = timeline.domain(domain).device(device).allow_uids(uids);
-    let timeline = timeline.build().unwrap();
+    let allow_uids = || uids.to_vec();
+    let timeline = TimelineOptions {
+        allow_uids: allow_uids(),
+        ..TimelineOptions::at(domain, device)
+    };
+    let timeline = Timeline::new("timeline", timeline).unwrap();
     timeline.signal_now(7, LONG).unwrap();
-    let event = event.domain(domain).device(device).allow_uids(uids);
-    let event = event.build().unwrap();
+    let event = EventOptions {
+        allow_uids: allow_uids(),
+        ..EventOptions::at(domain, device)
+    };
+    let event = Event::new(event).unwrap();
     event.record(&device.stream().unwrap(), LONG).unwrap();
-    let published = publication.allow_uids(uids).build().unwrap();
-    let (publisher, pool) = (
-        publisher.domain(domain).device(device).allow_uids(uids),
-        pool.domain(domain).device(device).allow_uids(uids),
-    );
-    let semaphore = semaphore.domain(domain).device(device).allow_uids(uids);
+    let publication = PublishOptions {
+        allow_uids: allow_uids(),
+        ..PublishOptions::at(domain)
+    };
+    let published = memory.publish("memory", publication).unwrap();
+    let publisher = PublisherOptions {
+        allow_uids: allow_uids(),
+        ..PublisherOptions::at(domain, device)
+    };
+    let pool = PoolOptions {
+        allow_uids: allow_uids(),
+        ..PoolOptions::at(domain, device)
+    };
+    let semaphore = SemaphoreOptions {
+        allow_uids: allow_uids(),
+        ..SemaphoreOptions::at(domain, device)
+    };
+    let member = MemberOptions {
+        allow_uids: allow_uids(),
+        ..MemberOptions::at(domain)
+    };
     Endpoints {
-        _publisher: publisher.build().unwrap(),
-        _pool: pool.build().unwrap(),
+        _publisher: Publisher::new("a", publisher).unwrap(),
+        _pool: Pool::new("pool", pool).unwrap(),
         _memory: (memory, published),
         _timeline: timeline,
-        _semaphore: semaphore.build().unwrap(),
-        _member: member.domain(domain).allow_uids(uids).build().unwrap(),
+        _semaphore: Semaphore::new("semaphore", semaphore).unwrap(),
+        _member: Member::new("it", member).unwrap(),
         event,
     }
 }
@@ -112,15 +129,10 @@ fn visit() {
     let results: [(&str, crate::Result<bool>); 7] = [
         (
             "a",
-            Subscriber::builder("a")
-                .domain(domain)
-                .device(device)
-                .build()
-                .map(|_| true),
+            Subscriber::new("a", SubscriberOptions::at(domain, device)).map(|_| true),
         ),
         ("pool", {
-            let pool = PoolClient::opener("pool").domain(domain).device(device);
-            pool.open(Duration::ZERO)
+            PoolClient::open("pool", OpenOptions::at(domain, device), Duration::ZERO)
                 .and_then(|pool| pool.allocate(8, Duration::ZERO))
                 .map(|block| block.bytes() == 8)
         }),
@@ -131,23 +143,21 @@ fn visit() {
                 .map(|memory| memory.bytes() == 8),
         ),
         ("timeline", {
-            let opener = Timeline::opener("timeline").domain(domain);
-            opener
-                .device(device)
-                .open(Duration::ZERO)
+            Timeline::open("timeline", OpenOptions::at(domain, device), Duration::ZERO)
                 .and_then(|it| it.wait_host(7, LONG))
                 .map(|()| true)
         }),
         ("semaphore", {
-            let opener = Semaphore::opener("semaphore").domain(domain);
-            opener
-                .device(device)
-                .open(Duration::ZERO)
+            Semaphore::open("semaphore", OpenOptions::at(domain, device), Duration::ZERO)
                 .and_then(|it| it.acquire_host(LONG))
                 .map(|_| true)
         }),
         ("members/it", {
-            let watch = Members::builder().domain(domain).clean(false).build();
+            let options = MembersOptions {
+                clean: false,
+                ..MembersOptions::at(domain)
+            };
+            let watch = Members::new(options);
             watch.and_then(|watch| sees_a_member(&watch))
         }),
         (
@@ -323,18 +333,23 @@ fn pool_of_one_block(scratch: &Scratch) -> Pool {
         bytes: 4096,
         blocks: 1,
     };
-    Pool::builder("pool")
-        .domain(&scratch.domain)
-        .device(&Device::host())
-        .allow_uids(&[TENANT])
-        .user_quota(quota)
-        .build()
-        .unwrap()
+    Pool::new(
+        "pool",
+        PoolOptions {
+            allow_uids: vec![TENANT],
+            user_quota: quota,
+            ..PoolOptions::at(&scratch.domain, &Device::host())
+        },
+    )
+    .unwrap()
 }
 
 fn open_pool(domain: &Domain) -> crate::Result<PoolClient> {
-    let opener = PoolClient::opener("pool").domain(domain);
-    opener.device(&Device::host()).open(Duration::ZERO)
+    PoolClient::open(
+        "pool",
+        OpenOptions::at(domain, &Device::host()),
+        Duration::ZERO,
+    )
 }
 
 #[test]
@@ -398,9 +413,11 @@ fn a_group_admits_processes_with_it_as_their_effective_group_and_no_supplementar
     let Some(scratch) = open_scratch() else {
         return;
     };
-    let builder = Pool::builder("pool").domain(&scratch.domain);
-    let builder = builder.device(&Device::host()).allow_gids(&[FLOODER]);
-    let _pool = builder.build().unwrap();
+    let options = PoolOptions {
+        allow_gids: vec![FLOODER],
+        ..PoolOptions::at(&scratch.domain, &Device::host())
+    };
+    let _pool = Pool::new("pool", options).unwrap();
     for (role, outcome) in [("effective", "admitted"), ("supplementary", "denied")] {
         let output = tenant(test, &scratch, TENANT, role).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
@@ -456,13 +473,18 @@ fn root_is_a_user_like_others_to_an_endpoint_of_another_user() {
     if role().is_some() {
         let domain = as_tenant();
         let domain = Domain::at(domain.path().join("own")).unwrap();
-        let builder = |name| Pool::builder(name).domain(&domain).device(&Device::host());
         let quota = Quota {
             bytes: 0,
             ..Quota::default()
         };
-        let admits = builder("pool").allow_uids(&[0]).user_quota(quota);
-        let _pools = [builder("closed").build().unwrap(), admits.build().unwrap()];
+        let options = || PoolOptions::at(&domain, &Device::host());
+        let admits = PoolOptions {
+            allow_uids: vec![0],
+            user_quota: quota,
+            ..options()
+        };
+        let _pools = [("closed", options()), ("pool", admits)]
+            .map(|(name, options)| Pool::new(name, options).unwrap());
         println!("outcome: ready");
         std::io::stdin().read_line(&mut String::new()).unwrap();
         return;
@@ -478,11 +500,12 @@ fn root_is_a_user_like_others_to_an_endpoint_of_another_user() {
     command.stdin(Stdio::piped());
     let _owner = start(command, "ready");
     let domain = Domain::of_user(own, TENANT).unwrap();
-    let closed = PoolClient::opener("closed").domain(&domain);
-    let closed = closed
-        .device(&Device::host())
-        .open(Duration::ZERO)
-        .map(drop);
+    let closed = PoolClient::open(
+        "closed",
+        OpenOptions::at(&domain, &Device::host()),
+        Duration::ZERO,
+    )
+    .map(drop);
     assert!(
         matches!(closed, Err(Error::Refused { denied: true, .. })),
         "{closed:?}"

@@ -13,7 +13,8 @@ use super::stage::{
     LONG, Scratch, alone, assert_delivers, command, domain_of_test, eventually, name, next_order,
     role, stream,
 };
-use crate::{Device, Domain, Error, Subscriber};
+use crate::weights::KeeperOptions;
+use crate::{Device, Domain, Error, OpenOptions, PublisherOptions, Subscriber, SubscriberOptions};
 
 const NOBODY: u32 = 65534;
 
@@ -43,11 +44,7 @@ fn other_user() {
         };
         return println!("outcome: {:?}", super::stage::hear(socket));
     }
-    match Subscriber::builder("a")
-        .domain(&domain)
-        .device(&Device::host())
-        .build()
-    {
+    match Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host())) {
         Ok(mut subscriber) => {
             println!("attached");
             let bytes = subscriber
@@ -102,7 +99,11 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
     }
     let scratch = Scratch::new();
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o700)).unwrap();
-    let publisher = scratch.publisher(|it| it.history(1).allow_uids(&[NOBODY]));
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        history: 1,
+        allow_uids: vec![NOBODY],
+        ..it
+    });
     assert!(
         visit(test, &scratch, false).contains("lets others not pass"),
         "the directory keeps everybody out"
@@ -120,7 +121,11 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
     drop(publisher);
 
     // The socket is open for another list, so that the publisher has to check.
-    let publisher = scratch.publisher(|it| it.allow_uids(&[12345]).allow_gids(&[54321]));
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        allow_uids: vec![12345],
+        allow_gids: vec![54321],
+        ..it
+    });
     let mut good = scratch.subscriber();
     assert_eq!(
         visit(test, &scratch, false),
@@ -134,7 +139,11 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
     assert_delivers(&publisher, &mut good, b"untouched");
     drop(publisher);
 
-    let publisher = scratch.publisher(|it| it.history(1).allow_gids(&[NOBODY]));
+    let publisher = scratch.publisher(|it| PublisherOptions {
+        history: 1,
+        allow_gids: vec![NOBODY],
+        ..it
+    });
     assert_delivers(&publisher, &mut scratch.subscriber(), b"by group");
     assert_eq!(visit(test, &scratch, false), "Ok(Ok(\"by group\"))");
 }
@@ -169,11 +178,12 @@ fn a_user_that_the_namespace_does_not_map_cannot_be_admitted() {
         Some("server") => {
             // All users that the namespace does not map read as this number here.
             let domain = Domain::at(path()).unwrap();
-            let builder = crate::Publisher::builder("a")
-                .domain(&domain)
-                .device(&Device::host())
-                .allow_uids(&[NOBODY]);
-            let _publisher = builder.allow_gids(&[NOBODY]).build().unwrap();
+            let options = crate::PublisherOptions {
+                allow_uids: vec![NOBODY],
+                allow_gids: vec![NOBODY],
+                ..crate::PublisherOptions::at(&domain, &Device::host())
+            };
+            let _publisher = crate::Publisher::new("a", options).unwrap();
             let of_nobody = Domain::of_user("/", NOBODY).unwrap_err().to_string();
             println!("outcome: ready, {of_nobody}");
             loop {
@@ -239,13 +249,16 @@ fn another_users_living_endpoint_is_not_shown_as_stale() {
     }
     let scratch = Scratch::new();
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
-    let builder = |name| {
-        crate::Publisher::builder(name)
-            .domain(&scratch.domain)
-            .device(&Device::host())
-    };
-    let _open = builder("a").allow_uids(&[NOBODY]).build().unwrap();
-    let _closed = builder("b").build().unwrap();
+    let options = || crate::PublisherOptions::at(&scratch.domain, &Device::host());
+    let _open = crate::Publisher::new(
+        "a",
+        crate::PublisherOptions {
+            allow_uids: vec![NOBODY],
+            ..options()
+        },
+    )
+    .unwrap();
+    let _closed = crate::Publisher::new("b", options()).unwrap();
     let dead = std::os::unix::net::UnixListener::bind(scratch.path.join("c.sock"));
     std::fs::set_permissions(scratch.path.join("c.sock"), Permissions::from_mode(0o666)).unwrap();
     drop(dead.unwrap());
@@ -329,16 +342,21 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
             become_user(OTHER_USER);
             let domain = domain_of_test();
             println!("outcome: {}", next_order().is_some());
-            let _pool = crate::Pool::builder("pool")
-                .domain(&domain)
-                .device(&Device::host())
-                .allow_uids(&[NOBODY])
-                .build()
-                .unwrap();
+            let options = crate::PoolOptions {
+                allow_uids: vec![NOBODY],
+                ..crate::PoolOptions::at(&domain, &Device::host())
+            };
+            let _pool = crate::Pool::new("pool", options).unwrap();
             // Last: the other user waits for it alone.
-            let builder = crate::Publisher::builder("a").domain(&domain);
-            let builder = builder.device(&Device::host()).history(1);
-            let publisher = builder.allow_uids(&[NOBODY]).build().unwrap();
+            let publisher = crate::Publisher::new(
+                "a",
+                crate::PublisherOptions {
+                    history: 1,
+                    allow_uids: vec![NOBODY],
+                    ..crate::PublisherOptions::at(&domain, &Device::host())
+                },
+            )
+            .unwrap();
             publisher.send_bytes(&stream(), b"for nobody").unwrap();
             println!("outcome: ready");
             next_order();
@@ -352,18 +370,17 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
                 Err(error) => return println!("outcome: {error}; {}", error.hint().unwrap()),
             };
             println!("outcome: waiting");
-            let mut subscriber = Subscriber::builder("a")
-                .domain(&domain)
-                .device(&Device::host())
-                .wait_for_publisher(LONG)
-                .unwrap();
+            let mut subscriber =
+                Subscriber::wait_for("a", SubscriberOptions::at(&domain, &Device::host()), LONG)
+                    .unwrap();
             let sample = subscriber.receive(&stream(), LONG).unwrap();
             let text = String::from_utf8(sample.to_vec(LONG).unwrap());
-            let opener = crate::PoolClient::opener("pool").domain(&domain);
-            let pool = opener
-                .device(&Device::host())
-                .open(Duration::ZERO)
-                .map(drop);
+            let pool = crate::PoolClient::open(
+                "pool",
+                crate::OpenOptions::at(&domain, &Device::host()),
+                Duration::ZERO,
+            )
+            .map(drop);
             let listed = domain.endpoints().unwrap_err();
             let is_denied = matches!(listed, Error::Refused { denied: true, .. });
             println!("outcome: {text:?} {pool:?} {is_denied}");
@@ -412,19 +429,19 @@ fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
     use crate::weights::{Keeper, SharedWeights};
     let test = "users_that_a_keeper_admits_open_its_weights_and_do_nothing_else";
     let device = Device::host();
-    let open = |domain: &Domain| {
-        let opener = SharedWeights::opener("w").domain(domain).device(&device);
-        opener.open(LONG)
-    };
+    let open = |domain: &Domain| SharedWeights::open("w", OpenOptions::at(domain, &device), LONG);
     match role().as_deref() {
         Some("owner") => {
             become_user(OTHER_USER);
             let domain = domain_of_test();
-            let keeper = || Keeper::builder("w").domain(&domain);
-            let closed = keeper().build().unwrap();
+            let closed = Keeper::new("w", KeeperOptions::at(&domain)).unwrap();
             println!("outcome: {}", next_order().is_some());
             drop(closed);
-            let _keeper = keeper().allow_uids(&[NOBODY]).build().unwrap();
+            let options = KeeperOptions {
+                allow_uids: vec![NOBODY],
+                ..KeeperOptions::at(&domain)
+            };
+            let _keeper = Keeper::new("w", options).unwrap();
             some_weights(&device).publish(&domain, "w", LONG).unwrap();
             println!("outcome: {}", next_order().is_some());
             some_weights(&device).publish(&domain, "w", LONG).unwrap();
@@ -435,8 +452,9 @@ fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
             become_user(NOBODY);
             let path = std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
             let domain = Domain::of_user(path, OTHER_USER).unwrap();
-            let opener = SharedWeights::opener("w").domain(&domain);
-            let refused = opener.device(&device).open(Duration::ZERO).unwrap_err();
+            let refused =
+                SharedWeights::open("w", OpenOptions::at(&domain, &device), Duration::ZERO)
+                    .unwrap_err();
             println!("outcome: {refused}; {}", refused.hint().unwrap());
             next_order();
             let weights = open(&domain).unwrap();
@@ -512,19 +530,13 @@ fn a_user_with_too_many_descriptors_in_flight_gets_a_limit_error() {
         let answer = unsafe { [libc::setgid(OTHER_USER), libc::setuid(OTHER_USER)] };
         assert_eq!(answer, [0, 0]);
         let domain = domain_of_test();
-        let builder = crate::Publisher::builder("a")
-            .domain(&domain)
-            .device(&Device::host());
-        let publisher = builder.build().unwrap();
+        let publisher =
+            crate::Publisher::new("a", crate::PublisherOptions::at(&domain, &Device::host()))
+                .unwrap();
         let Some(held) = fill_what_is_in_flight() else {
             return println!("outcome: no limit");
         };
-        let subscribe = || {
-            Subscriber::builder("a")
-                .domain(&domain)
-                .device(&Device::host())
-                .build()
-        };
+        let subscribe = || Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host()));
         let error = subscribe().map(drop).unwrap_err();
         assert!(
             error.is_descriptor_limit() && error.to_string().contains("(soft limit 64)"),

@@ -14,11 +14,10 @@ use super::stage::{
 };
 use crate::statistics::{Observer, Role};
 use crate::wait::OptionalExtension;
-use crate::{Device, Domain, Error, Publisher, Subscriber};
+use crate::{Device, Domain, Error, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 
 fn build(domain: &Domain) -> crate::Result<Publisher> {
-    let builder = Publisher::builder("a").domain(domain);
-    builder.device(&Device::host()).build()
+    Publisher::new("a", PublisherOptions::at(domain, &Device::host()))
 }
 
 fn remove(folder: &Path, files: &[&str]) {
@@ -126,11 +125,8 @@ fn an_owner_appears_in_a_domain_that_was_removed_and_made_again() {
     let publisher = scratch.publisher(|it| it);
     fs::remove_dir_all(&scratch.path).unwrap();
     let domain = Domain::at(&scratch.path).unwrap();
-    let builder = Subscriber::builder("a").domain(&domain);
-    let mut subscriber = builder
-        .device(&Device::host())
-        .wait_for_publisher(LONG)
-        .unwrap();
+    let mut subscriber =
+        Subscriber::wait_for("a", SubscriberOptions::at(&domain, &Device::host()), LONG).unwrap();
     publisher.send_bytes(&stream(), b"here").unwrap();
     let sample = subscriber.receive(&stream(), LONG).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), b"here");
@@ -156,10 +152,12 @@ fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_pl
             build(&Domain::at(&folder).unwrap()).unwrap()
         };
         let first = make_again();
-        let builder = || Subscriber::builder("a").domain(&before);
-        let builder = || builder().device(&Device::host());
-        let subscriber = builder().reconnect(true);
-        let mut subscriber = subscriber.wait_for_publisher(LONG).unwrap();
+        let options = || SubscriberOptions::at(&before, &Device::host());
+        let follows = SubscriberOptions {
+            reconnect: true,
+            ..options()
+        };
+        let mut subscriber = Subscriber::wait_for("a", follows, LONG).unwrap();
         assert_delivers(&first, &mut subscriber, b"in its place");
         assert_eq!(before.endpoints().unwrap().len(), 1);
         assert!(before.clean().unwrap().is_empty());
@@ -175,7 +173,11 @@ fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_pl
         drop(second);
         fs::remove_dir_all(&folder).unwrap();
         let third = build(&before).expect("its directory is made again");
-        assert_delivers(&third, &mut builder().build().unwrap(), b"and again");
+        assert_delivers(
+            &third,
+            &mut Subscriber::new("a", options()).unwrap(),
+            b"and again",
+        );
     });
 }
 

@@ -2,8 +2,10 @@
 //! **This module is marked for unsafe**: it publishes tensors by address.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use warpipe::weights::{Keeper, PublishedWeights, SharedWeights, TensorsInPlace, Weights};
-use warpipe::{DType, Device, Domain, Error, Layout, Memory};
+use warpipe::weights::{
+    Keeper, KeeperOptions, PublishedWeights, SharedWeights, TensorsInPlace, Weights,
+};
+use warpipe::{DType, Device, Domain, Error, Layout, Memory, OpenOptions};
 
 use super::{REPLY, TENSOR_BYTES, TENSORS, WAIT, descriptors, publish};
 
@@ -13,7 +15,7 @@ fn say(text: impl std::fmt::Display) {
 
 /// Keeps the name, and replies with its version.
 pub fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let keeper = Keeper::builder("w").domain(domain).build().unwrap();
+    let keeper = Keeper::new("w", KeeperOptions::at(domain)).unwrap();
     let candidate = keeper.candidate().unwrap();
     say(format_args!(
         "candidate {candidate:?} unanswered {}",
@@ -27,14 +29,14 @@ pub fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
 /// Builds a keeper again and again, each time with room for one more descriptor.
 pub fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
     // What a process opens once.
-    let other = Keeper::builder("other").domain(domain).build().unwrap();
+    let other = Keeper::new("other", KeeperOptions::at(domain)).unwrap();
     drop(other);
     let whole = getrlimit(Resource::Nofile);
     let used = descriptors("self").len() as u64 - 1;
     for (room, _) in (0..).zip(commands) {
         let current = Some(used + room);
         setrlimit(Resource::Nofile, Rlimit { current, ..whole }).unwrap();
-        let built = Keeper::builder("w").domain(domain).build();
+        let built = Keeper::new("w", KeeperOptions::at(domain));
         setrlimit(Resource::Nofile, whole).unwrap();
         match built {
             Ok(keeper) => say(format_args!("candidate {:?}", keeper.candidate().unwrap())),
@@ -46,10 +48,8 @@ pub fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
 
 /// Opens the version that is offered, and newer ones on command.
 pub fn worker(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let opener = SharedWeights::opener("w")
-        .domain(domain)
-        .device(&Device::host());
-    let mut weights = opener.open(WAIT).unwrap();
+    let mut weights =
+        SharedWeights::open("w", OpenOptions::at(domain, &Device::host()), WAIT).unwrap();
     say_version(&weights);
     for command in commands {
         match command.split_once(' ') {
@@ -93,7 +93,7 @@ fn leave_room(count: u64) {
 
 /// Keeps the name with room for few pieces.
 pub fn narrow_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let keeper = Keeper::builder("w").domain(domain).build().unwrap();
+    let keeper = Keeper::new("w", KeeperOptions::at(domain)).unwrap();
     leave_room(150);
     say("ready");
     for _ in commands {
@@ -103,11 +103,9 @@ pub fn narrow_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
 
 /// Opens weights, with room for few pieces.
 pub fn narrow_worker(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let opener = SharedWeights::opener("w").domain(domain);
-    let opener = opener.device(&Device::host());
     leave_room(150);
     for _ in commands {
-        match opener.open(WAIT) {
+        match SharedWeights::open("w", OpenOptions::at(domain, &Device::host()), WAIT) {
             Ok(weights) => say(format_args!("version {}", weights.version())),
             Err(error) if error.is_descriptor_limit() => say(format_args!("limit: {error}")),
             Err(error) => say(error),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Hook, Wrapped};
-use warpipe::{Device, Error, Event, Pool, PoolClient};
+use warpipe::{Device, Error, Event, EventOptions, OpenOptions, Pool, PoolClient, PoolOptions};
 use warpipe_testkit::eventually;
 
 use super::{exporter, parse, share};
@@ -72,10 +72,7 @@ pub(super) fn killed_exporter(context: &Context) -> Result<()> {
 }
 
 pub(super) fn killed_importer(context: &Context) -> Result<()> {
-    let event = Event::builder()
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let event = Event::new(EventOptions::at(&context.domain, &context.device))?;
     let text = event.handle()?.to_string();
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
     let memory = share(context, &mut [&mut victim])?;
@@ -143,19 +140,17 @@ impl Hook for Gate {
 pub(super) fn blocked_control_thread(context: &Context) -> Result<()> {
     let backend = Wrapped::new(context.device.backend().clone(), Gate::default());
     let (gate, slow) = (backend.hook(), Device::from_backend(backend.clone()));
-    let pool = Pool::builder("pool")
-        .domain(&context.domain)
-        .device(&slow)
-        .memory_limit(2 << 20)
-        .build()?;
-    let client = PoolClient::opener("pool")
-        .domain(&context.domain)
-        .device(&context.device)
-        .open(Duration::ZERO)?;
-    let event = Event::builder()
-        .domain(&context.domain)
-        .device(&context.device)
-        .build()?;
+    let options = PoolOptions {
+        memory_limit: 2 << 20,
+        ..PoolOptions::at(&context.domain, &slow)
+    };
+    let pool = Pool::new("pool", options)?;
+    let client = PoolClient::open(
+        "pool",
+        OpenOptions::at(&context.domain, &context.device),
+        Duration::ZERO,
+    )?;
+    let event = Event::new(EventOptions::at(&context.domain, &context.device))?;
     let mut victim = context.peer()?;
     let _memory = share(context, &mut [&mut victim])?;
     victim.signals(SignalOrder::OpenEvent(event.handle()?.to_string()))?;
@@ -196,12 +191,10 @@ pub(super) fn killed_anywhere(context: &Context) -> Result<()> {
         let (mut peer, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
         // The event's creator decides which side releases the waiters: its process or each waiter.
         let own = if round % 2 == 0 {
-            Some(
-                Event::builder()
-                    .domain(&context.domain)
-                    .device(&context.device)
-                    .build()?,
-            )
+            Some(Event::new(EventOptions::at(
+                &context.domain,
+                &context.device,
+            ))?)
         } else {
             None
         };

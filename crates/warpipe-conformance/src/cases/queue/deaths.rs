@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Error, JobEnd, ResultOrder};
+use warpipe::{Error, JobEnd, Queue, QueueOptions, ResultOrder};
 use warpipe_testkit::{Rng, eventually};
 
 use super::{SLOW, WORDS, complete, expect, leased_lines, submit, wait, worker};
@@ -16,7 +16,7 @@ pub(super) fn killed_holder(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
+    let queue = context.queue("jobs")?;
     for round in 0..3 {
         let mut victim = worker(context, "jobs")?;
         queue.wait_for_workers(1, PATIENCE)?;
@@ -51,7 +51,11 @@ pub(super) fn killed_holder(context: &Context) -> Result<()> {
 
 pub(super) fn killed_before_leasing(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").prefetch(4).build()?;
+    let options = QueueOptions {
+        prefetch: 4,
+        ..context.queue_options()
+    };
+    let queue = Queue::new("jobs", options)?;
     let mut victim = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let jobs = (0..3)
@@ -76,7 +80,7 @@ pub(super) fn killed_before_leasing(context: &Context) -> Result<()> {
 
 pub(super) fn result_survives(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
+    let queue = context.queue("jobs")?;
     let mut victim = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let jobs = (0..2)
@@ -102,7 +106,7 @@ pub(super) fn result_survives(context: &Context) -> Result<()> {
 
 pub(super) fn unready_result_is_lost(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
+    let queue = context.queue("jobs")?;
     let mut victim = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let job = submit(&queue, &stream, 5, Duration::ZERO)?;
@@ -126,7 +130,13 @@ pub(super) fn unready_result_is_lost(context: &Context) -> Result<()> {
 
 pub(super) fn dead_lettered(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").max_attempts(2).build()?;
+    let queue = Queue::new(
+        "jobs",
+        QueueOptions {
+            max_attempts: 2,
+            ..context.queue_options()
+        },
+    )?;
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
     let mut victims = Vec::new();
     for attempt in 1..=2 {
@@ -180,7 +190,7 @@ pub(super) fn killed_owner(context: &Context) -> Result<()> {
     })?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let mut worker = context.worker("jobs").build()?;
+    let mut worker = context.worker("jobs")?;
     let held = worker.lease(&stream, PATIENCE)?;
     ensure!(
         held.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS,
@@ -220,11 +230,12 @@ pub(super) fn storm(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let queue = context
-        .queue("jobs")
-        .max_attempts(1000)
-        .order(ResultOrder::Completion)
-        .build()?;
+    let options = QueueOptions {
+        max_attempts: 1000,
+        order: ResultOrder::Completion,
+        ..context.queue_options()
+    };
+    let queue = Queue::new("jobs", options)?;
     let mut rng = context.rng();
     let spawn = |rng: &mut Rng| -> Result<Peer> {
         let mut peer = context.mortal(rng)?;

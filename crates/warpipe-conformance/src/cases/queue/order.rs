@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{Device, DeviceKind};
+use warpipe::{Device, DeviceKind, Queue, QueueOptions, Worker, WorkerOptions};
 
 use super::WORDS;
 use crate::PATIENCE;
@@ -20,8 +20,20 @@ fn late_fill(
     is_there_before: bool,
 ) -> Result<bool> {
     let (out, back) = (owner.stream()?, worker.stream()?);
-    let queue = context.queue("late").device(owner).build()?;
-    let attach = || context.worker("late").device(worker).build();
+    let options = QueueOptions {
+        device: Some(owner.clone()),
+        ..context.queue_options()
+    };
+    let queue = Queue::new("late", options)?;
+    let attach = || {
+        Worker::new(
+            "late",
+            WorkerOptions {
+                device: Some(worker.clone()),
+                ..context.worker_options()
+            },
+        )
+    };
     let before = is_there_before.then(attach).transpose()?;
     queue.wait_for_workers(usize::from(is_there_before), PATIENCE)?;
     let input = fill_input(
@@ -86,8 +98,20 @@ pub(super) fn result_is_ordered(context: &Context) -> Result<()> {
     // A worker that does not wait for its input computes from what is not there.
     let (owner, blind) = (&context.device, without_waits(context));
     let (out, back) = (owner.stream()?, blind.stream()?);
-    let queue = context.queue("blind").device(owner).build()?;
-    let mut worker = context.worker("blind").device(&blind).build()?;
+    let queue = Queue::new(
+        "blind",
+        QueueOptions {
+            device: Some(owner.clone()),
+            ..context.queue_options()
+        },
+    )?;
+    let mut worker = Worker::new(
+        "blind",
+        WorkerOptions {
+            device: Some(blind.clone()),
+            ..context.worker_options()
+        },
+    )?;
     queue.wait_for_workers(1, PATIENCE)?;
     let input = fill_input(
         queue.loan(&input_layout(WORDS)?)?,

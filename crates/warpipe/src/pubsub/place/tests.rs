@@ -4,10 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::pubsub::PublisherBuilder;
 use crate::{
-    DType, Device, Domain, Error, Layout, Memory, Policy, Published, Publisher, Sample, Stream,
-    Subscriber,
+    DType, Device, Domain, Error, Layout, Memory, Policy, PublishOptions, Published, Publisher,
+    PublisherOptions, Sample, Stream, Subscriber, SubscriberOptions,
 };
 
 const SOON: Duration = Duration::from_secs(20);
@@ -32,7 +31,9 @@ impl Scene {
         memory.write(&stream, OFFSET, &[1, 2, 3, 4, 5, 6]).unwrap();
         stream.synchronize(SOON).unwrap();
         Scene {
-            published: memory.publish(&domain, "memory").unwrap(),
+            published: memory
+                .publish("memory", PublishOptions::at(&domain))
+                .unwrap(),
             folder,
             domain,
             device,
@@ -40,18 +41,12 @@ impl Scene {
         }
     }
 
-    fn builder(&self) -> PublisherBuilder {
-        Publisher::builder("a")
-            .domain(&self.domain)
-            .device(&self.device)
+    fn options(&self) -> PublisherOptions {
+        PublisherOptions::at(&self.domain, &self.device)
     }
 
     fn subscriber(&self) -> Subscriber {
-        Subscriber::builder("a")
-            .domain(&self.domain)
-            .device(&self.device)
-            .build()
-            .unwrap()
+        Subscriber::new("a", SubscriberOptions::at(&self.domain, &self.device)).unwrap()
     }
 
     /// Sends the tensor where it lies. Returns its owner, which the publisher has, too.
@@ -99,7 +94,7 @@ fn is_kept(owner: &Arc<()>) -> bool {
 #[test]
 fn an_owner_is_kept_until_every_reader_has_released_its_tensor() {
     let scene = Scene::new("readers");
-    let publisher = scene.builder().build().unwrap();
+    let publisher = Publisher::new("a", scene.options()).unwrap();
     let (mut first, mut second) = (scene.subscriber(), scene.subscriber());
     let owner = scene.send(&publisher);
     publisher.send_bytes(&scene.stream, b"a copy").unwrap();
@@ -120,8 +115,15 @@ fn an_owner_is_kept_until_every_reader_has_released_its_tensor() {
 #[test]
 fn an_owner_goes_with_a_loan_that_is_not_sent_and_with_a_sample_that_nobody_gets() {
     let scene = Scene::new("unsent");
-    let publisher = scene.builder().policy(Policy::DropOldest).depth(1);
-    let publisher = publisher.build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            policy: Policy::DropOldest,
+            depth: 1,
+            ..scene.options()
+        },
+    )
+    .unwrap();
     let without_subscribers = scene.send(&publisher);
     eventually("no subscriber reads it", || {
         publisher.in_place().unwrap() == 0
@@ -144,7 +146,14 @@ fn an_owner_goes_with_a_loan_that_is_not_sent_and_with_a_sample_that_nobody_gets
 #[test]
 fn an_owner_outlives_its_publisher_until_the_last_reader_releases_the_tensor_or_leaves() {
     let scene = Scene::new("closed");
-    let publisher = scene.builder().history(2).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            history: 2,
+            ..scene.options()
+        },
+    )
+    .unwrap();
     let (mut reader, leaver) = (scene.subscriber(), scene.subscriber());
     let (read, unread) = (scene.send(&publisher), scene.send(&publisher));
     let sample = scene.receive(&mut reader);
@@ -164,7 +173,14 @@ fn an_owner_outlives_its_publisher_until_the_last_reader_releases_the_tensor_or_
 #[test]
 fn a_late_subscriber_gets_the_tensor_of_the_history() {
     let scene = Scene::new("history");
-    let publisher = scene.builder().history(1).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            history: 1,
+            ..scene.options()
+        },
+    )
+    .unwrap();
     let owner = scene.send(&publisher);
     assert_eq!(publisher.in_place().unwrap(), 1);
     scene.assert_is_tensor(&scene.receive(&mut scene.subscriber()));
@@ -175,7 +191,7 @@ fn a_late_subscriber_gets_the_tensor_of_the_history() {
 #[test]
 fn memory_that_cannot_be_opened_is_an_error_of_its_sample_alone() {
     let scene = Scene::new("freed");
-    let publisher = scene.builder().build().unwrap();
+    let publisher = Publisher::new("a", scene.options()).unwrap();
     let mut subscriber = scene.subscriber();
     let backend = scene.device.backend();
     let plain = backend.allocate_plain(4096).unwrap();
@@ -208,7 +224,7 @@ fn memory_that_cannot_be_opened_is_an_error_of_its_sample_alone() {
 fn what_a_publisher_cannot_offer_is_refused_before_anything_is_kept() {
     let scene = Scene::new("refused");
     let elsewhere = Scene::new("elsewhere");
-    let publisher = scene.builder().build().unwrap();
+    let publisher = Publisher::new("a", scene.options()).unwrap();
     let (layout, owner) = (Layout::bytes_only(4096).unwrap(), Arc::new(()));
     let beyond = publisher.loan_in(&scene.published, 1, &layout, owner.clone());
     assert!(

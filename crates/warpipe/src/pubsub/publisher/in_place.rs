@@ -23,16 +23,19 @@ impl Publisher {
     ///
     /// ```
     /// # use std::time::Duration;
-    /// # use warpipe::{DType, Device, Domain, Layout, Memory, Publisher, Subscriber};
+    /// # use warpipe::{
+    /// #     DType, Device, Domain, Layout, Memory, PublishOptions, Publisher, PublisherOptions,
+    /// #     Subscriber, SubscriberOptions,
+    /// # };
     /// # let folder = std::env::temp_dir().join(format!("warpipe-loan-in-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// # let (stream, wait) = (device.stream()?, Duration::from_secs(5));
-    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
-    /// let mut subscriber = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+    /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
+    /// let mut subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
     ///
     /// let memory = Memory::allocate(&device, 4096)?;
     /// memory.write(&stream, 512, &[1, 2, 3, 4, 5, 6])?; // or a kernel of yours
-    /// let published = memory.publish(&domain, "a/memory")?;
+    /// let published = memory.publish("a/memory", PublishOptions::at(&domain))?;
     /// let layout = Layout::contiguous(DType::U8, &[2, 3])?;
     /// publisher.loan_in(&published, 512, &layout, memory)?.send(&stream)?;
     ///

@@ -66,10 +66,10 @@ impl SampleMut {
     /// alive that the payload refers to.
     ///
     /// ```
-    /// # use warpipe::{Device, Domain, Publisher};
+    /// # use warpipe::{Device, Domain, Publisher, PublisherOptions};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-returned-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
+    /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
     /// let loan = publisher.loan(&warpipe::Layout::bytes_only(8)?)?;
     /// let returned = loan.returned();
     /// assert!(!returned.is_back()?);

@@ -44,14 +44,14 @@ impl PublisherCore {
             .check_hello(hello)
             .map_err(|fault| refusal(false, fault))?;
         let policy = self.options.policy_for(&connection.peer);
-        let (depth, replies) = (self.options.depth, self.options.replies);
+        let (depth, replies) = (self.options.depth, self.role.replies);
         let (rings, segment_fd) =
             Segment::create_rings(&self.device, depth, replies, self.generation)
                 .map_err(|error| refusal_for(&error))?;
         let (wake, their_wake) = PeerDoorbell::pair().map_err(|error| refusal_for(&error))?;
         let end = LinkEnd::new(connection.peer.into(), wake, connection.socket);
         // Never but in tests: a sender of replies has no name, and its link comes of `reply_over`.
-        let may_set_aside = self.options.kind == Kind::Results;
+        let may_set_aside = self.role.kind == Kind::Results;
         let mut link = SubscriberLink::new(connection.id, end, rings.0, policy, may_set_aside);
         link.quota_permit = Some(connection.quota_permit);
         link.replies = rings.1.map(|ring| (ring, device));
@@ -108,8 +108,7 @@ impl PublisherCore {
 
     /// The receiver of a new link's replies, if it has a ring for them.
     fn receive_replies(&self, link: &mut SubscriberLink) -> Result<()> {
-        let (Some((segment, device)), Some(observer)) =
-            (link.replies.take(), &self.options.observer)
+        let (Some((segment, device)), Some(observer)) = (link.replies.take(), &self.role.observer)
         else {
             return Ok(());
         };
@@ -272,12 +271,12 @@ impl PublisherCore {
         for owner in state.owners.take_free(&state.arena) {
             self.reactor.defer_drop(Box::new(owner));
         }
-        let limit = self.options.shared.handshake_timeout;
+        let limit = self.options.handshake_timeout;
         let over = state.take_links(|link| match link.is_staying() {
             true => link.phase == LinkPhase::Attaching && link.clock.ran() > limit,
             false => link.in_flight() == 0 && link.has_partner_ended(),
         });
-        let is_observed = self.options.observer.is_some();
+        let is_observed = self.role.observer.is_some();
         if is_observed && !over.is_empty() {
             self.notify();
         }
@@ -459,7 +458,7 @@ impl EventSource for PublisherCore {
             state.row.set_domain(acceptor.domain_identity());
         }
         state.write_statistics();
-        if let Some(observer) = &self.options.observer {
+        if let Some(observer) = &self.role.observer {
             state.row.set_waiting(observer.jobs_waiting());
         }
         drop(state);

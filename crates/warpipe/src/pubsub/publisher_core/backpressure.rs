@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering::Acquire;
 use std::time::Duration;
 
-use super::super::builder::Policy;
+use super::super::options::Policy;
 use super::state::{Recipients, SendTurn};
 use super::{POLLS, PublisherCore};
 use crate::atomic;

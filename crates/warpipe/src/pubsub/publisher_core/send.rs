@@ -137,7 +137,7 @@ impl PublisherCore {
         // foreign reader's that costs a second device operation. (A reader of this user could write
         // this process's memory anyway.) Sent again later, a sample is ordered behind that word,
         // too.
-        let is_sent_again = self.options.history > 0 || self.options.observer.is_some();
+        let is_sent_again = self.options.history > 0 || self.role.observer.is_some();
         if !(signals.is_empty() || is_any_foreign || is_sent_again) {
             return None;
         }

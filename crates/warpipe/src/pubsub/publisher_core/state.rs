@@ -20,8 +20,8 @@ use crate::kind::Kind;
 use crate::memory::arena::{Arena, SlotId};
 use crate::memory::region::Region;
 use crate::os::is_shortage;
-use crate::pubsub::builder::PublisherBuilder;
 use crate::pubsub::entry::{Description, Metadata, PackedEntry};
+use crate::pubsub::options::PublisherOptions;
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
@@ -117,12 +117,12 @@ pub(in crate::pubsub) struct PublisherState {
 
 impl PublisherState {
     pub(super) fn new(
-        options: &PublisherBuilder,
+        options: &PublisherOptions,
         device: &Device,
         row: EndpointRow,
     ) -> PublisherState {
         PublisherState {
-            arena: Arena::new(device, options.shared.memory_limit),
+            arena: Arena::new(device, options.memory_limit),
             closing: Vec::new(),
             regions: Vec::new(),
             links: Vec::new(),

@@ -22,6 +22,7 @@ use crate::ipc::Kind;
 use crate::ipc::connection::ConnectionUser;
 use crate::ipc::domain::Domain;
 use crate::ipc::message::{self, CloseReason, Message};
+use crate::pubsub::PublisherRole;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::{
     Forwarded, LinkReceiver, REPLIES, RawSample, Reply, ReplyLink, SubscriberChanges,
@@ -30,7 +31,9 @@ use crate::runtime::reactor::{Next, Reactor};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
-use crate::{PeerState, Policy, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
+use crate::{
+    PeerState, Policy, Publisher, PublisherOptions, Subscriber, SubscriberInfo, SubscriberOptions,
+};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -60,23 +63,22 @@ impl Stage {
         self.wrapped.hook()
     }
 
-    fn builder(&self) -> PublisherBuilder {
-        Publisher::builder("a")
-            .domain(&self.domain)
-            .device(&self.device)
+    fn options(&self) -> PublisherOptions {
+        PublisherOptions::at(&self.domain, &self.device)
     }
 
     fn publisher(&self) -> Publisher {
-        self.builder().build().unwrap()
+        Publisher::new("a", self.options()).unwrap()
     }
 
     /// A subscriber with calls that are never blocked.
     fn subscriber(&self) -> Subscriber {
-        Subscriber::builder("a")
-            .domain(&self.domain)
-            .device(&Device::host())
-            .build()
-            .unwrap()
+        self.subscriber_to((Kind::Publisher, false))
+    }
+
+    fn subscriber_to(&self, role: (Kind, bool)) -> Subscriber {
+        let options = SubscriberOptions::at(&self.domain, &Device::host());
+        Subscriber::to_kind("a", options, role, Duration::ZERO).unwrap()
     }
 
     fn stream(&self) -> Stream {
@@ -144,7 +146,14 @@ fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_
 #[test]
 fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_the_driver() {
     let stage = Stage::new("history");
-    let publisher = stage.builder().history(4).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            history: 4,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     let gates = [1, 2].map(|value| {
         publisher.send_bytes(&sending, &[value; 8]).unwrap();
@@ -203,7 +212,14 @@ fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_
 #[test]
 fn a_wait_for_a_subscriber_that_joins_during_a_send_ends_with_the_send() {
     let stage = Stage::new("joins");
-    let publisher = stage.builder().history(1).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            history: 1,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let sending = stage.stream();
     stage.hook().hold("batch");
     std::thread::scope(|scope| {
@@ -223,7 +239,14 @@ fn a_wait_for_a_subscriber_that_joins_during_a_send_ends_with_the_send() {
 #[test]
 fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history() {
     let stage = Stage::new("left-history");
-    let publisher = stage.builder().history(1).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            history: 1,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     let (go, gate) = channel::<()>();
     sending.call(move || assert!(gate.recv().is_err())).unwrap();
@@ -256,8 +279,11 @@ fn a_child_forked_while_a_thread_has_the_publishers_lock_may_ask_its_loan_anythi
 fn a_slot_is_forwarded_once_its_data_is_complete_and_no_other_thread_sends() {
     let stage = Stage::new("forward");
     let observer = Arc::new(SubscriberChanges::new().unwrap());
-    let builder = stage.builder().depth(1);
-    let publisher = builder.observed_by(&observer).build().unwrap();
+    let options = PublisherOptions {
+        depth: 1,
+        ..stage.options()
+    };
+    let publisher = Publisher::with_role("a", options, observed(&observer, 0)).unwrap();
     let (mut subscriber, metadata) = (stage.subscriber(), Metadata::default());
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     let (go, gate) = channel::<()>();
@@ -288,8 +314,9 @@ fn a_slot_is_forwarded_once_its_data_is_complete_and_no_other_thread_sends() {
 fn a_child_forked_while_a_thread_has_the_publishers_lock_drops_every_handle_and_changes_nothing() {
     let stage = Stage::new("fork-drop");
     let (observer, metadata) = (Arc::new(SubscriberChanges::new().unwrap()), Metadata::EMPTY);
-    let builder = stage.builder().observed_by(&observer);
-    let (publisher, mut subscriber) = (builder.build().unwrap(), stage.subscriber());
+    let role = observed(&observer, 0);
+    let publisher = Publisher::with_role("a", stage.options(), role).unwrap();
+    let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     let mut loan = publisher.loan(&layout()).unwrap();
     loan.write(&sending, &[3; 8]).unwrap();
@@ -349,8 +376,7 @@ fn memory_outlives_the_work_of_a_hold_that_is_dropped_between_the_last_fence_and
         };
         let folder = std::env::temp_dir().join(format!("warpipe-held-{}", std::process::id()));
         let domain = Domain::at(&folder).unwrap();
-        let builder = Publisher::builder("a").domain(&domain).device(&device);
-        let publisher = builder.build().unwrap();
+        let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device)).unwrap();
         let (stream, mut loan) = (device.stream().unwrap(), publisher.loan(&layout()).unwrap());
         loan.write(&stream, &[1; 8]).unwrap();
         let hold = loan.hold();
@@ -379,12 +405,12 @@ fn memory_outlives_the_work_of_a_hold_that_is_dropped_between_the_last_fence_and
 #[test]
 fn a_forwarder_gives_the_numbers_that_it_skips_to_and_no_number_twice() {
     let stage = Stage::new("forwarder");
-    let publisher = stage
-        .builder()
-        .forwards([7; 16])
-        .history(2)
-        .build()
-        .unwrap();
+    let options = PublisherOptions {
+        forwards: Some([7; 16]),
+        history: 2,
+        ..stage.options()
+    };
+    let publisher = Publisher::new("a", options).unwrap();
     let (mut early, stream) = (stage.subscriber(), stage.stream());
     let send = || publisher.send_bytes(&stream, b"a sample").unwrap();
     assert_eq!(send(), 1);
@@ -473,8 +499,12 @@ fn short_slots_that_are_released_are_lent_again_after_a_few_loans_and_long_ones_
 fn a_loan_for_which_there_is_no_other_slot_gets_a_released_one_at_once() {
     let stage = Stage::new("short");
     let limit = 2 << 20;
-    let builder = stage.builder().memory_limit(limit);
-    let publisher = builder.loan_timeout(Duration::ZERO).build().unwrap();
+    let options = PublisherOptions {
+        memory_limit: limit,
+        loan_timeout: Duration::ZERO,
+        ..stage.options()
+    };
+    let publisher = Publisher::new("a", options).unwrap();
     let layout = Layout::bytes_only(SHORT_BYTES_MAX).unwrap();
     let all_but_one: Vec<_> = (1..limit / SHORT_BYTES_MAX)
         .map(|_| publisher.loan(&layout).unwrap())
@@ -487,7 +517,15 @@ fn a_loan_for_which_there_is_no_other_slot_gets_a_released_one_at_once() {
 fn a_send_that_is_cancelled_before_there_is_room_sends_nothing_although_room_comes() {
     let stage = Stage::new("cancelled");
     let policy = Policy::Block { timeout: LONG };
-    let publisher = stage.builder().depth(1).policy(policy).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            depth: 1,
+            policy,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     publisher.send_bytes(&sending, &[1; 8]).unwrap();
@@ -509,7 +547,15 @@ fn a_send_that_is_cancelled_before_there_is_room_sends_nothing_although_room_com
 fn of_two_threads_that_wait_for_room_each_gets_it() {
     let stage = Stage::new("two-waiters");
     let policy = Policy::Block { timeout: LONG };
-    let publisher = stage.builder().depth(1).policy(policy).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            depth: 1,
+            policy,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     for _ in 0..20 {
@@ -542,7 +588,14 @@ fn send(publisher: &Publisher, stream: &Stream, bytes: u64) -> crate::Result<u64
 #[test]
 fn memory_that_nobody_holds_makes_room_for_a_longer_sample() {
     let stage = Stage::new("longer");
-    let publisher = stage.builder().memory_limit(64 * MIB).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            memory_limit: 64 * MIB,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let stream = stage.stream();
     for bytes in [40 * MIB, 41 * MIB, 64 * MIB, 2 * MIB] {
         send(&publisher, &stream, bytes).unwrap();
@@ -554,7 +607,14 @@ fn memory_that_nobody_holds_makes_room_for_a_longer_sample() {
 #[test]
 fn samples_that_grow_are_sent_as_long_as_those_that_are_held_leave_room() {
     let stage = Stage::new("growing");
-    let publisher = stage.builder().memory_limit(64 * MIB).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            memory_limit: 64 * MIB,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     publisher.send_bytes(&sending, &[7; 8]).unwrap();
@@ -581,8 +641,16 @@ fn samples_that_grow_are_sent_as_long_as_those_that_are_held_leave_room() {
 fn a_sample_that_is_taken_back_while_its_region_is_closed_leaves_no_fault_behind() {
     let stage = Stage::new("taken-back");
     let policy = Policy::DropOldest;
-    let builder = stage.builder().depth(1).policy(policy);
-    let publisher = builder.memory_limit(16 * MIB).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            depth: 1,
+            policy,
+            memory_limit: 16 * MIB,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     for round in 0..20 {
@@ -597,8 +665,15 @@ fn a_sample_that_is_taken_back_while_its_region_is_closed_leaves_no_fault_behind
 #[test]
 fn a_loan_that_cannot_be_served_leaves_the_memory_for_those_that_can() {
     let stage = Stage::new("in-vain");
-    let builder = stage.builder().memory_limit(8 * MIB);
-    let publisher = builder.loan_timeout(Duration::ZERO).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            memory_limit: 8 * MIB,
+            loan_timeout: Duration::ZERO,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
     // As a stopped subscriber does, these keep regions mapped that are given back.
     let holds: Vec<_> = [2, 4, 6].map(|it| loan(it).unwrap().hold()).into();
@@ -617,7 +692,14 @@ fn a_loan_that_cannot_be_served_leaves_the_memory_for_those_that_can() {
 #[test]
 fn a_loan_that_waits_sees_that_a_region_is_unmapped_here() {
     let stage = Stage::new("unmapped");
-    let publisher = stage.builder().memory_limit(8 * MIB).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            memory_limit: 8 * MIB,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
     let holds: Vec<_> = [2, 4, 6].map(|it| loan(it).unwrap().hold()).into();
     let looks = AtomicU32::new(0);
@@ -639,7 +721,15 @@ fn a_loan_that_waits_sees_that_a_region_is_unmapped_here() {
 fn a_sender_that_waits_for_long_looks_at_a_change_and_sleeps_on() {
     let stage = Stage::new("sleeps-on");
     let policy = Policy::Block { timeout: 2 * LONG };
-    let publisher = stage.builder().depth(1).policy(policy).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            depth: 1,
+            policy,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let (_full, sending) = (stage.subscriber(), stage.stream());
     publisher.send_bytes(&sending, &[1; 8]).unwrap();
     let looks = || publisher.core.send_lock.last();
@@ -678,7 +768,14 @@ fn a_sender_that_waits_for_long_looks_at_a_change_and_sleeps_on() {
 #[test]
 fn a_subscriber_that_has_left_and_holds_a_sample_closes_the_regions_of_others() {
     let stage = Stage::new("left");
-    let publisher = stage.builder().memory_limit(8 * MIB).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            memory_limit: 8 * MIB,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     publisher.send_bytes(&sending, &[7; 8]).unwrap();
@@ -700,15 +797,13 @@ fn a_subscriber_that_has_left_and_holds_a_sample_closes_the_regions_of_others() 
 #[test]
 fn a_sample_that_is_set_aside_makes_room_for_one_that_waits() {
     let stage = Stage::new("aside");
-    let publisher = stage
-        .builder()
-        .kind(Kind::Results)
-        .depth(2)
-        .build()
-        .unwrap();
-    let builder = Subscriber::builder("a").domain(&stage.domain);
-    let builder = builder.kind(Kind::Results).device(&Device::host());
-    let mut subscriber = builder.build().unwrap();
+    let options = PublisherOptions {
+        depth: 2,
+        ..stage.options()
+    };
+    let role = PublisherRole::of(Kind::Results);
+    let publisher = Publisher::with_role("a", options, role).unwrap();
+    let mut subscriber = stage.subscriber_to((Kind::Results, false));
     let stream = stage.stream();
     let mut kept: Vec<_> = (0..2_u8)
         .map(|value| {
@@ -737,8 +832,15 @@ fn a_sample_that_is_set_aside_makes_room_for_one_that_waits() {
 #[test]
 fn regions_are_given_back_also_where_those_that_have_left_hold_all_that_is_exempt() {
     let stage = Stage::new("exempt");
-    let builder = stage.builder().memory_limit(8 * MIB);
-    let publisher = builder.loan_timeout(LONG).build().unwrap();
+    let publisher = Publisher::new(
+        "a",
+        PublisherOptions {
+            memory_limit: 8 * MIB,
+            loan_timeout: LONG,
+            ..stage.options()
+        },
+    )
+    .unwrap();
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
@@ -754,22 +856,27 @@ fn regions_are_given_back_also_where_those_that_have_left_hold_all_that_is_exemp
     drop(held);
 }
 
+fn observed(observer: &Arc<SubscriberChanges>, replies: u32) -> PublisherRole {
+    PublisherRole {
+        kind: Kind::Publisher,
+        observer: Some(observer.clone()),
+        replies,
+    }
+}
+
 /// A publisher that expects replies, its subscriber, the sender of the replies, and their receiver.
 fn duplex(
     stage: &Stage,
     observer: &Arc<SubscriberChanges>,
 ) -> (Publisher, Subscriber, Publisher, LinkReceiver) {
     const DEPTH: u32 = 2;
-    let builder = stage.builder().device(&Device::host()).replies(DEPTH);
-    let publisher = builder.observed_by(observer).build().unwrap();
-    let builder = Subscriber::builder("a").domain(&stage.domain);
-    let builder = builder.device(&Device::host()).with_replies();
-    let subscriber = builder.build().unwrap();
+    let on_host = || PublisherOptions::at(&stage.domain, &Device::host());
+    let publisher = Publisher::with_role("a", on_host(), observed(observer, DEPTH)).unwrap();
+    let subscriber = stage.subscriber_to((Kind::Publisher, true));
     // The memory of these samples is announced before there is a reader of the socket.
     let stream = Device::host().stream().unwrap();
     publisher.send_bytes(&stream, b"early").unwrap();
-    let sender = Publisher::builder("a").domain(&stage.domain);
-    let sender = sender.device(&Device::host()).build_over(&subscriber);
+    let sender = Publisher::over(&subscriber, on_host(), Kind::Publisher);
     let linked = publisher.linked_subscribers();
     let replies = linked[0].receive_replies("a", &stage.domain).unwrap();
     (publisher, subscriber, sender.unwrap(), replies)
@@ -925,8 +1032,8 @@ fn a_wrong_return_ends_both_rings() {
 fn a_link_with_replies_that_is_refused_keeps_no_place() {
     let stage = Stage::new("refused");
     let observer = Arc::new(SubscriberChanges::new().unwrap());
-    let builder = stage.builder().device(&Device::host()).replies(2);
-    let publisher = builder.observed_by(&observer).build().unwrap();
+    let options = PublisherOptions::at(&stage.domain, &Device::host());
+    let publisher = Publisher::with_role("a", options, observed(&observer, 2)).unwrap();
     let flags = SocketFlags::CLOEXEC;
     let socket =
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();

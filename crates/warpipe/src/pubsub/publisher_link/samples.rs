@@ -215,7 +215,10 @@ mod tests {
     use crate::error::Error;
     use crate::ipc::Kind;
     use crate::ipc::domain::Domain;
-    use crate::pubsub::{Policy, Publisher, RawSample, Reply, Subscriber};
+    use crate::pubsub::{
+        Policy, Publisher, PublisherOptions, PublisherRole, RawSample, Reply, Subscriber,
+        SubscriberOptions,
+    };
     use crate::stream::Stream;
     use crate::tensor::Layout;
 
@@ -234,12 +237,17 @@ mod tests {
             let folder =
                 std::env::temp_dir().join(format!("warpipe-aside-{title}-{}", std::process::id()));
             let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
-            let publisher = Publisher::builder("a").domain(&domain).device(&device);
-            let publisher = publisher.kind(kind).depth(DEPTH).policy(Policy::Fail);
-            let subscriber = Subscriber::builder("a").domain(&domain).device(&device);
+            let publishing = PublisherOptions {
+                depth: DEPTH,
+                policy: Policy::Fail,
+                ..PublisherOptions::at(&domain, &device)
+            };
+            let publisher = Publisher::with_role("a", publishing, PublisherRole::of(kind)).unwrap();
+            let options = SubscriberOptions::at(&domain, &device);
+            let subscriber = Subscriber::to_kind("a", options, (kind, false), Duration::ZERO);
             Scene {
-                publisher: publisher.build().unwrap(),
-                subscriber: subscriber.kind(kind).build().unwrap(),
+                publisher,
+                subscriber: subscriber.unwrap(),
                 stream: device.stream().unwrap(),
                 folder,
             }

@@ -459,7 +459,7 @@ mod tests {
 
     use super::*;
     use crate::device::Device;
-    use crate::pubsub::{Publisher, Subscriber};
+    use crate::pubsub::{Publisher, PublisherOptions, Subscriber, SubscriberOptions};
     use crate::runtime::heartbeat::Uptime;
     use crate::tensor::Layout;
 
@@ -470,16 +470,9 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("warpipe-arrival-{}", std::process::id()));
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
         let stream = device.stream().unwrap();
-        let publisher = Publisher::builder("grows")
-            .domain(&domain)
-            .device(&device)
-            .build()
-            .unwrap();
-        let mut subscriber = Subscriber::builder("grows")
-            .domain(&domain)
-            .device(&device)
-            .build()
-            .unwrap();
+        let publisher = Publisher::new("grows", PublisherOptions::at(&domain, &device)).unwrap();
+        let mut subscriber =
+            Subscriber::new("grows", SubscriberOptions::at(&domain, &device)).unwrap();
         publisher
             .loan(&Layout::bytes_only(8).unwrap())
             .unwrap()
@@ -503,16 +496,9 @@ mod tests {
     fn a_region_is_not_late_while_this_process_stands_still() {
         let folder = std::env::temp_dir().join(format!("warpipe-late-{}", std::process::id()));
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
-        let _publisher = Publisher::builder("late")
-            .domain(&domain)
-            .device(&device)
-            .build()
-            .unwrap();
-        let mut subscriber = Subscriber::builder("late")
-            .domain(&domain)
-            .device(&device)
-            .build()
-            .unwrap();
+        let _publisher = Publisher::new("late", PublisherOptions::at(&domain, &device)).unwrap();
+        let mut subscriber =
+            Subscriber::new("late", SubscriberOptions::at(&domain, &device)).unwrap();
         let attached = subscriber.attached.as_mut().unwrap();
         let (_, clock) = attached.region_missing.insert((7, Uptime::default()));
         clock.freeze(Duration::from_secs(60));

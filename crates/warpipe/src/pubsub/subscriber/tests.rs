@@ -11,9 +11,10 @@ use crate::backend::testing::{Failing, Holding, Wrapped};
 use crate::hostile::alone;
 use crate::ipc::domain::watch::tests::MADE;
 use crate::ipc::message::wait_readable;
-use crate::pubsub::{Policy, Publisher, RawSample};
+use crate::pubsub::{Policy, Publisher, PublisherOptions, RawSample};
 use crate::tensor::Layout;
 use crate::wait::OptionalExtension;
+use crate::{Device, Domain, SubscriberOptions};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -47,20 +48,21 @@ impl Place {
     /// A publisher that has allocated its memory already, because the announcement of a region
     /// rings, too.
     fn publisher(&self) -> Publisher {
-        let publisher = Publisher::builder("camera")
-            .domain(&self.domain)
-            .device(&self.device)
-            .build()
-            .unwrap();
+        let publisher =
+            Publisher::new("camera", PublisherOptions::at(&self.domain, &self.device)).unwrap();
         drop(publisher.loan(&Layout::bytes_only(8).unwrap()).unwrap());
         publisher
     }
 
     fn subscriber(&self) -> Subscriber {
-        let builder = Subscriber::builder("camera")
-            .domain(&self.domain)
-            .device(&self.device);
-        builder.reconnect(true).build().unwrap()
+        Subscriber::new(
+            "camera",
+            SubscriberOptions {
+                reconnect: true,
+                ..SubscriberOptions::at(&self.domain, &self.device)
+            },
+        )
+        .unwrap()
     }
 }
 
@@ -190,14 +192,12 @@ fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
     let place = Place::new("standing");
     let stream = place.device.stream().unwrap();
     let first = place.publisher();
-    let builder = Subscriber::builder("camera")
-        .domain(&place.domain)
-        .device(&place.device)
-        .reconnect(true);
-    let mut subscriber = builder
-        .handshake_timeout(Duration::from_secs(3600))
-        .build()
-        .unwrap();
+    let options = SubscriberOptions {
+        reconnect: true,
+        handshake_timeout: Duration::from_secs(3600),
+        ..SubscriberOptions::at(&place.domain, &place.device)
+    };
+    let mut subscriber = Subscriber::new("camera", options).unwrap();
     drop(first);
     let silent = Silent::at(&place, 8);
     let receiving = stream.clone();
@@ -234,14 +234,15 @@ fn a_subscriber_that_is_dropped_hangs_up_on_a_publisher_that_has_not_answered() 
     let place = Place::new("hanging-up");
     let stream = place.device.stream().unwrap();
     let first = place.publisher();
-    let builder = Subscriber::builder("camera")
-        .domain(&place.domain)
-        .device(&place.device)
-        .reconnect(true);
-    let mut subscriber = builder
-        .handshake_timeout(Duration::from_secs(3600))
-        .build()
-        .unwrap();
+    let mut subscriber = Subscriber::new(
+        "camera",
+        SubscriberOptions {
+            reconnect: true,
+            handshake_timeout: Duration::from_secs(3600),
+            ..SubscriberOptions::at(&place.domain, &place.device)
+        },
+    )
+    .unwrap();
     drop(first);
     let silent = Silent::at(&place, 8);
     let caller = returns(move || {
@@ -274,18 +275,17 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
     let place = Place::new("backlog");
     let stream = place.device.stream().unwrap();
     let first = place.publisher();
-    let brief = || {
-        let builder = Subscriber::builder("camera")
-            .domain(&place.domain)
-            .device(&place.device);
-        builder.handshake_timeout(Duration::from_millis(1))
+    let brief = || SubscriberOptions {
+        handshake_timeout: Duration::from_millis(1),
+        ..SubscriberOptions::at(&place.domain, &place.device)
     };
-    let mut subscriber = brief()
-        .handshake_timeout(LONG)
-        .reconnect(true)
-        .build()
-        .unwrap();
-    subscriber.options.shared.handshake_timeout = Duration::from_millis(1);
+    let patient = SubscriberOptions {
+        handshake_timeout: LONG,
+        reconnect: true,
+        ..brief()
+    };
+    let mut subscriber = Subscriber::new("camera", patient).unwrap();
+    subscriber.at.timeout = Duration::from_millis(1);
     drop(first);
     let silent = Silent::at(&place, 1);
     let connections = silent.connections();
@@ -300,7 +300,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
                 .is_none()
         );
     }
-    let newcomer = brief().build();
+    let newcomer = Subscriber::new("camera", brief());
     let fault = |error| {
         matches!(
             error,
@@ -313,7 +313,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
     assert!(newcomer.is_err_and(fault), "nobody is taken in");
     drop(connections);
     silent.leave();
-    subscriber.options.shared.handshake_timeout = LONG;
+    subscriber.at.timeout = LONG;
     let next = place.publisher();
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| subscriber.receive(&stream, LONG).unwrap());
@@ -364,8 +364,14 @@ fn a_subscriber_that_follows_a_name_attaches_again_after_it_has_closed_its_link(
 fn a_subscriber_that_attaches_again_to_its_publisher_is_told_how_many_it_has_missed() {
     let place = Place::new("missed");
     let stream = place.device.stream().unwrap();
-    let builder = Publisher::builder("camera").domain(&place.domain);
-    let publisher = builder.device(&place.device).history(2).build().unwrap();
+    let publisher = Publisher::new(
+        "camera",
+        PublisherOptions {
+            history: 2,
+            ..PublisherOptions::at(&place.domain, &place.device)
+        },
+    )
+    .unwrap();
     let mut subscriber = place.subscriber();
     let send = |count: u8| {
         for _ in 0..count {
@@ -402,9 +408,15 @@ fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twic
     let place = Place::new("forwarders");
     let stream = place.device.stream().unwrap();
     let forwarder = |source: u8| {
-        let builder = Publisher::builder("camera").domain(&place.domain);
-        let builder = builder.device(&place.device).history(4);
-        builder.forwards([source; 16]).build().unwrap()
+        Publisher::new(
+            "camera",
+            PublisherOptions {
+                history: 4,
+                forwards: Some([source; 16]),
+                ..PublisherOptions::at(&place.domain, &place.device)
+            },
+        )
+        .unwrap()
     };
     let send = |publisher: &Publisher, numbers: &[u64]| {
         for &number in numbers {
@@ -467,13 +479,15 @@ fn numbers_that_stay_below_those_received_before_are_received_again_after_the_lo
     let place = Place::new("anew");
     let stream = place.device.stream().unwrap();
     let forwarder = || {
-        let builder = Publisher::builder("camera").domain(&place.domain);
-        let builder = builder.policy(Policy::Block { timeout: LONG });
-        builder
-            .device(&place.device)
-            .forwards([1; 16])
-            .build()
-            .unwrap()
+        Publisher::new(
+            "camera",
+            PublisherOptions {
+                policy: Policy::Block { timeout: LONG },
+                forwards: Some([1; 16]),
+                ..PublisherOptions::at(&place.domain, &place.device)
+            },
+        )
+        .unwrap()
     };
     let first = forwarder();
     let mut subscriber = place.subscriber();
@@ -508,16 +522,16 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
     let place = Place::new("receipts");
     let failing = Wrapped::new(place.device.backend().clone(), Failing::default());
     let refusing = Device::from_backend(failing.clone());
-    let publisher = Publisher::builder("camera")
-        .domain(&place.domain)
-        .device(&refusing)
-        .depth(1)
-        .build()
-        .unwrap();
-    let builder = Subscriber::builder("camera")
-        .domain(&place.domain)
-        .device(&place.device);
-    let mut subscriber = builder.build().unwrap();
+    let options = PublisherOptions {
+        depth: 1,
+        ..PublisherOptions::at(&place.domain, &refusing)
+    };
+    let publisher = Publisher::new("camera", options).unwrap();
+    let mut subscriber = Subscriber::new(
+        "camera",
+        SubscriberOptions::at(&place.domain, &place.device),
+    )
+    .unwrap();
     let (sending, receiving) = (refusing.stream().unwrap(), place.device.stream().unwrap());
     let mut send = |is_refused: bool| {
         if is_refused {
@@ -588,10 +602,11 @@ fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance()
     alone(module_path!(), name, || {
         let place = Place::new("at-once");
         let waits = |patience| {
-            let builder = Subscriber::builder("camera")
-                .domain(&place.domain)
-                .device(&place.device);
-            builder.wait_for_publisher(patience)
+            Subscriber::wait_for(
+                "camera",
+                SubscriberOptions::at(&place.domain, &place.device),
+                patience,
+            )
         };
         let publisher = place.publisher();
         let before = MADE.load(Ordering::SeqCst);
@@ -608,9 +623,17 @@ fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance()
 fn a_receive_that_polls_for_long_is_cancelled_meanwhile() {
     let place = Place::new("polls");
     let _publisher = place.publisher();
-    let builder = Subscriber::builder("camera").domain(&place.domain);
-    let builder = builder.device(&place.device).spin(Duration::MAX);
-    let (mut subscriber, stream) = (builder.build().unwrap(), place.device.stream().unwrap());
+    let (mut subscriber, stream) = (
+        Subscriber::new(
+            "camera",
+            SubscriberOptions {
+                spin: Duration::MAX,
+                ..SubscriberOptions::at(&place.domain, &place.device)
+            },
+        )
+        .unwrap(),
+        place.device.stream().unwrap(),
+    );
     let start = Instant::now();
     let wait = Wait::at_most(LONG).unless(&|| true);
     let late = subscriber.receive(&stream, wait);
@@ -624,8 +647,8 @@ fn a_receive_ends_in_time_while_the_driver_holds_up_the_mapping_of_a_region() {
     let holding = Wrapped::new(place.device.backend().clone(), Holding::default());
     let device = Device::from_backend(holding.clone());
     let publisher = place.publisher();
-    let builder = Subscriber::builder("camera").domain(&place.domain);
-    let mut subscriber = builder.device(&device).build().unwrap();
+    let mut subscriber =
+        Subscriber::new("camera", SubscriberOptions::at(&place.domain, &device)).unwrap();
     let stream = device.stream().unwrap();
     holding.hook().hold("import");
     let mut loan = publisher

@@ -62,7 +62,7 @@ impl Subscriber {
         wait: &Wait<'_>,
     ) -> Result<Option<Sample>> {
         // Else the sleep comes soon enough.
-        let is_long = self.options.shared.spin > SLICE;
+        let is_long = self.options.spin > SLICE;
         let has_news = |subscriber: &Subscriber| {
             let attached = subscriber.attached.as_ref();
             attached.is_some_and(|it| it.taken.is_some() || it.ring.may_have_news())
@@ -137,7 +137,7 @@ impl Subscriber {
 
 impl AsFd for Subscriber {
     /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor;
-    /// it nests). With [`reconnect`](super::SubscriberBuilder::reconnect) also every 200 ms while
+    /// it nests). With [`reconnect`](super::SubscriberOptions::reconnect) also every 200 ms while
     /// there is no publisher.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.is_polled.store(true, Ordering::Relaxed);

@@ -11,6 +11,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use warpipe_testkit::eventually;
 
 use super::{LIMIT, Place, side};
+use crate::OpenOptions;
 use crate::backend::testing::{Counting, Holding, Hook, Wrapped};
 use crate::backend::{DeviceId, DeviceKind};
 use crate::device::Device;
@@ -22,7 +23,8 @@ use crate::ipc::peer::DeathEvidence;
 use crate::ipc::{Kind, RequestHandler, encode};
 use crate::memory::region::Region;
 use crate::rings::{
-    KernelRing, RingEnd, RingMemory, Seat, WordsOffer, allocate, gone_offset, layout,
+    KernelRing, KernelRingOptions, RingEnd, RingMemory, Seat, WordsOffer, allocate, gone_offset,
+    layout,
 };
 
 /// A consumer that is alive as long as its pipes are open, whatever becomes of this process.
@@ -97,7 +99,12 @@ fn a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up() {
     let test = "a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up";
     alone(module_path!(), test, || {
         let place = Place::new();
-        let producer = place.builder().depth(1).consumers(2).build().unwrap();
+        let options = KernelRingOptions {
+            depth: 1,
+            consumers: 2,
+            ..place.options()
+        };
+        let producer = KernelRing::new("ring", options).unwrap();
         let puppet = Puppet::open(&place);
         let consumer = place.open().unwrap();
         producer.wait_for_consumers(LIMIT).unwrap();
@@ -109,7 +116,7 @@ fn a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up() {
 
         let mut other = Place::new();
         let driver = wrapped::<Holding>(&mut other);
-        let _held_up = other.builder().build().unwrap();
+        let _held_up = KernelRing::new("ring", other.options()).unwrap();
         driver.hook().hold("allocate");
         other.device = Device::host();
         thread::scope(|scope| {
@@ -142,7 +149,7 @@ fn a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up() {
 #[test]
 fn a_suspect_consumer_of_a_started_ring_has_not_ended() {
     let place = Place::new();
-    let producer = place.builder().build().unwrap();
+    let producer = KernelRing::new("ring", place.options()).unwrap();
     let mut puppet = Puppet::open(&place);
     producer.wait_for_consumers(LIMIT).unwrap();
     let alarm = puppet.lifeline.pop();
@@ -167,7 +174,7 @@ fn a_suspect_consumer_of_a_started_ring_has_not_ended() {
 fn a_ring_that_takes_no_consumer_refuses_one_without_a_call_of_the_driver() {
     let mut place = Place::new();
     let driver = wrapped::<Counting>(&mut place);
-    let producer = place.builder().build().unwrap();
+    let producer = KernelRing::new("ring", place.options()).unwrap();
     place.device = Device::host();
     let consumer = place.open().unwrap();
     let refused = |why: &str| {
@@ -194,7 +201,7 @@ fn a_place_is_free_again_although_the_driver_holds_its_memory() {
     alone(module_path!(), test, || {
         let mut place = Place::new();
         let driver = wrapped::<Holding>(&mut place);
-        let producer = place.builder().build().unwrap();
+        let producer = KernelRing::new("ring", place.options()).unwrap();
         place.device = Device::host();
         let first = Puppet::open(&place);
         driver.hook().hold("release");
@@ -210,7 +217,14 @@ fn a_place_is_free_again_although_the_driver_holds_its_memory() {
 #[test]
 fn a_ring_that_is_dropped_right_before_the_end_of_its_process_has_closed() {
     let place = Place::new();
-    let producer = place.builder().depth(1).build().unwrap();
+    let producer = KernelRing::new(
+        "ring",
+        KernelRingOptions {
+            depth: 1,
+            ..place.options()
+        },
+    )
+    .unwrap();
     let (writer, _writing) = thread::scope(|scope| {
         let published = scope.spawn(|| {
             producer.wait_for_consumers(LIMIT).unwrap();
@@ -238,8 +252,11 @@ fn consumers_of_two_processes_on_one_gpu_in_time_slices_are_refused_unless_that_
         uuid: [uuid; 16],
     });
     let place = Place::new();
-    let builder = place.builder().consumers(3);
-    let producer = builder.clone().build().unwrap();
+    let options = KernelRingOptions {
+        consumers: 3,
+        ..place.options()
+    };
+    let producer = KernelRing::new("ring", options.clone()).unwrap();
     let _first = Puppet::on((gpu, false), &place).unwrap();
     let _of_this_process = Puppet::on((gpu, false), &place).unwrap();
     in_a_forked_child(|| {
@@ -250,7 +267,11 @@ fn consumers_of_two_processes_on_one_gpu_in_time_slices_are_refused_unless_that_
     });
     drop(producer);
 
-    let name_is_free = || builder.clone().allow_time_slices().build().ok();
+    let options = KernelRingOptions {
+        allow_time_slices: true,
+        ..options
+    };
+    let name_is_free = || KernelRing::new("ring", options.clone()).ok();
     let mut producer = None;
     assert!(eventually(LIMIT, || {
         producer = name_is_free();
@@ -263,17 +284,17 @@ fn consumers_of_two_processes_on_one_gpu_in_time_slices_are_refused_unless_that_
 #[test]
 fn an_opener_that_waits_goes_on_with_the_next_producer_when_one_closes_during_the_attachment() {
     let mut place = Place::new();
-    let first = place.builder().build().unwrap();
+    let first = KernelRing::new("ring", place.options()).unwrap();
     let driver = wrapped::<Holding>(&mut place);
     let device = std::mem::replace(&mut place.device, Device::host());
     // The consumer has its answer by then, and has not brought its words.
     driver.hook().hold("import");
     thread::scope(|scope| {
-        let opener = KernelRing::opener("ring").domain(&place.domain);
-        let opening = scope.spawn(|| opener.device(&device).open(LIMIT));
+        let opening = scope
+            .spawn(|| KernelRing::open("ring", OpenOptions::at(&place.domain, &device), LIMIT));
         driver.hook().wait_for(1);
         drop(first);
-        let next = place.builder().build().unwrap();
+        let next = KernelRing::new("ring", place.options()).unwrap();
         driver.hook().unblock();
         let consumer = opening.join().unwrap().unwrap();
         next.wait_for_consumers(LIMIT).unwrap();

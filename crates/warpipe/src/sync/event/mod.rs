@@ -33,9 +33,10 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
+use crate::ipc::AccessPolicy;
 use crate::ipc::domain::Domain;
 use crate::ipc::handle::{DriverHandle, path_of};
-use crate::options::{EndpointOptions, option_setters};
+use crate::options::{chosen_device, chosen_domain};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{TimedGuard, TimedLock};
 use crate::shm::counter::{SharedCounter, WaitStatus};
@@ -51,51 +52,31 @@ pub(crate) use handle::forged;
 /// The time that a dying process may take to close its socket: 205 ms were measured under MPS.
 const EXPORTER_DEATH_WAIT: Duration = Duration::from_millis(500);
 
-/// The options of an event. See [`Event::builder`].
-#[derive(Debug, Clone)]
-pub struct EventBuilder {
-    shared: EndpointOptions,
+/// The options of an [`Event`].
+#[derive(Debug, Clone, Default)]
+pub struct EventOptions {
+    /// The domain in which other processes find it; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device of the streams that record it; [`Device::preferred`] by default.
+    pub device: Option<Device>,
+    /// Admits these users beside this process's own. The domain directory must admit them, too.
+    /// They can open every event of this process that was made with the same users and groups, and
+    /// record it: a wait for a recording that its stream does not reach lasts until the recorder
+    /// leaves or dies.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
 }
 
-impl EventBuilder {
-    option_setters! { (shared):
-        /// The domain in which other processes find it; the environment's by default.
-        domain,
-        /// The device of the streams that record it; [`Device::preferred`] by default.
-        device,
-        /// Admits these users beside this process's own. The domain directory must admit them, too.
-        /// They can open every event of this process that was made with the same users and groups,
-        /// and record it: a wait for a recording that its stream does not reach lasts until the
-        /// recorder leaves or dies.
-        allow_uids,
-        allow_gids,
-    }
-
-    /// Creates the event (`cuEventCreate` with `CU_EVENT_INTERPROCESS |
-    /// CU_EVENT_DISABLE_TIMING`). The first event of a process takes a name there, `events/` and 16
-    /// hexadecimal digits; the drop of the last one releases it. Events that admit other users have
-    /// a name of their own.
-    ///
-    /// # Errors
-    /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or an error of the
-    /// device or the system.
-    pub fn build(self) -> Result<Event> {
-        let (domain, device) = (self.shared.domain()?, self.shared.device());
-        let raw = OwnedRawEvent {
-            raw: device.backend().create_ipc_event()?,
-            device: device.clone(),
-        };
-        let exporter = EventExporter::of(&domain, &device, &self.shared.access)?;
-        let inner = Arc::new(EventInner {
-            device,
-            raw: Some(raw),
-            state: Arc::new(exporter.take()?),
-            role: EventRole::Exporter(exporter.clone()),
-        });
-        exporter.set_live(inner.state.index, &inner);
-        Ok(Event {
-            inner: LeakOnFork::new(inner),
-        })
+impl EventOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> EventOptions {
+        EventOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..EventOptions::default()
+        }
     }
 }
 
@@ -118,11 +99,11 @@ impl Drop for OwnedRawEvent {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, Event, EventHandle};
+/// use warpipe::{Device, Domain, Event, EventHandle, EventOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-event-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let event = Event::builder().domain(&domain).device(&device).build()?;
+/// let event = Event::new(EventOptions::at(&domain, &device))?;
 /// let text = event.handle()?.to_string(); // to another process, in any way
 ///
 /// let other = Event::open(&text.parse::<EventHandle>()?, &device, Duration::ZERO)?;
@@ -177,11 +158,35 @@ enum EventRole {
 }
 
 impl Event {
-    /// A builder for an event, which has no name: [`handle`](Self::handle) names it.
-    pub fn builder() -> EventBuilder {
-        EventBuilder {
-            shared: EndpointOptions::default(),
-        }
+    /// Creates the event (`cuEventCreate` with `CU_EVENT_INTERPROCESS |
+    /// CU_EVENT_DISABLE_TIMING`). The first event of a process takes a name there, `events/` and 16
+    /// hexadecimal digits; the drop of the last one releases it. Events that admit other users have
+    /// a name of their own. An event has no name: [`handle`](Self::handle) names it.
+    ///
+    /// # Errors
+    /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or an error of the
+    /// device or the system.
+    pub fn new(options: EventOptions) -> Result<Event> {
+        let (domain, device) = (
+            chosen_domain(&options.domain)?,
+            chosen_device(&options.device),
+        );
+        let raw = OwnedRawEvent {
+            raw: device.backend().create_ipc_event()?,
+            device: device.clone(),
+        };
+        let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
+        let exporter = EventExporter::of(&domain, &device, &access)?;
+        let inner = Arc::new(EventInner {
+            device,
+            raw: Some(raw),
+            state: Arc::new(exporter.take()?),
+            role: EventRole::Exporter(exporter.clone()),
+        });
+        exporter.set_live(inner.state.index, &inner);
+        Ok(Event {
+            inner: LeakOnFork::new(inner),
+        })
     }
 
     /// The handle that names the event to other processes (`cuIpcGetEventHandle`). An opened event

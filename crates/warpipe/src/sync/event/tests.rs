@@ -28,11 +28,7 @@ impl Stage {
     }
 
     fn create(&self) -> Event {
-        Event::builder()
-            .domain(&self.domain)
-            .device(&self.device)
-            .build()
-            .unwrap()
+        Event::new(EventOptions::at(&self.domain, &self.device)).unwrap()
     }
 
     /// An importer of its own, like that of another process.
@@ -211,11 +207,11 @@ fn a_handle_of_a_domain_with_a_relative_path_leads_there_from_any_directory() {
     let here = std::env::current_dir().unwrap();
     let up: std::path::PathBuf = here.components().skip(1).map(|_| "..").collect();
     let relative = up.join(stage.domain.path().strip_prefix("/").unwrap());
-    let event = Event::builder()
-        .domain(&Domain::at(relative).unwrap())
-        .device(&stage.device)
-        .build()
-        .unwrap();
+    let event = Event::new(EventOptions::at(
+        &Domain::at(relative).unwrap(),
+        &stage.device,
+    ))
+    .unwrap();
     assert!(event.handle().unwrap().body.domain.is_absolute());
     assert!(event.handle().unwrap().domain().is_ok());
 }

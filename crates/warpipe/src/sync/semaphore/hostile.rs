@@ -12,6 +12,7 @@ use super::member_monitor::SemaphoreNotice;
 use super::server::{MemberPresence, SemaphoreRequest, SemaphoreWelcome};
 use super::signals::MemberSignals;
 use super::*;
+use crate::OpenOptions;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::peer::Process;
 use crate::ipc::{
@@ -70,10 +71,11 @@ fn opened(title: &str, body: &impl Serialize, page_bytes: usize) -> Result<Semap
         page_bytes,
     };
     let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(wrong))?;
-    let opened = Semaphore::opener("turns")
-        .domain(&domain)
-        .device(&Device::host())
-        .open(Duration::ZERO);
+    let opened = Semaphore::open(
+        "turns",
+        OpenOptions::at(&domain, &Device::host()),
+        Duration::ZERO,
+    );
     drop(server);
     let _ = std::fs::remove_dir_all(folder);
     opened
@@ -270,9 +272,12 @@ fn acquired_from(end: MemberEnd) -> Result<()> {
         kind: Kind::Semaphore,
     };
     let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(creator))?;
-    let opener = Semaphore::opener("turns").domain(&domain);
     let (semaphore, stream) = (
-        opener.device(&Device::host()).open(Duration::ZERO)?,
+        Semaphore::open(
+            "turns",
+            OpenOptions::at(&domain, &Device::host()),
+            Duration::ZERO,
+        )?,
         Device::host().stream()?,
     );
     let patience = Duration::from_secs(60);

@@ -31,7 +31,6 @@ mod tests;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
 
 use self::local::{LocalSemaphore, SemaphoreRole};
 use self::member_monitor::MemberMonitor;
@@ -43,8 +42,8 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{Kind, REPLY_TIMEOUT};
-use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
+use crate::ipc::{AccessPolicy, Kind, REPLY_TIMEOUT};
+use crate::options::{Attachment, OpenOptions, chosen_device, serve};
 use crate::runtime::reactor::Reactor;
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
@@ -60,86 +59,46 @@ crate::ipc::messages!(
 /// The checks of the first waiter in line before it sleeps.
 const SPINS: u32 = 2_000;
 
-/// The options of a semaphore. See [`Semaphore::builder`].
+/// The options of a [`Semaphore`].
 #[derive(Debug, Clone)]
-pub struct SemaphoreBuilder {
-    name: String,
-    permits: u32,
-    shared: EndpointOptions,
-}
-
-impl SemaphoreBuilder {
-    option_setters! { (shared):
-        domain,
-        /// The device of the streams that take permits; [`Device::preferred`] by default.
-        device,
-        /// Admits these users beside this process's own. The domain directory must admit them, too.
-        /// **Every member can write the semaphore's page.** A wrong one can take permits that are
-        /// not its own, let in more than the maximum, and starve the others; it cannot hang their
-        /// streams, or damage anything else of theirs. Admit users whose use of the semaphore you
-        /// trust, and give the others one of their own.
-        allow_uids,
-        allow_gids,
-    }
-
+pub struct SemaphoreOptions {
+    /// The domain of its name; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device of the streams that take permits; [`Device::preferred`] by default.
+    pub device: Option<Device>,
     /// The number of permits, 1 to 1024: 1 by default.
-    pub fn permits(mut self, permits: u32) -> Self {
-        self.permits = permits;
-        self
-    }
+    pub permits: u32,
+    /// Admits these users beside this process's own. The domain directory must admit them, too.
+    /// **Every member can write the semaphore's page.** A wrong one can take permits that are not
+    /// its own, let in more than the maximum, and starve the others; it cannot hang their streams,
+    /// or damage anything else of theirs. Admit users whose use of the semaphore you trust, and
+    /// give the others one of their own.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
+}
 
-    /// Creates the semaphore, with all permits free, and serves it under its name.
-    ///
-    /// It costs a sealed memfd of 24 to 84 KiB, registered with `device` (`cuMemHostRegister`), and
-    /// a socket in the domain.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for the number, [`Error::Name`], [`Error::NameTaken`] and the others of
-    /// a domain, [`Error::Driver`], [`Error::Os`].
-    pub fn build(self) -> Result<Semaphore> {
-        let permits = self.permits;
-        if !(1..=PERMITS_MAX).contains(&permits) {
-            return Err(Error::argument(
-                "permits",
-                permits,
-                format!("1 to {PERMITS_MAX}"),
-            ));
+impl Default for SemaphoreOptions {
+    fn default() -> SemaphoreOptions {
+        SemaphoreOptions {
+            domain: None,
+            device: None,
+            permits: 1,
+            allow_uids: Vec::new(),
+            allow_gids: Vec::new(),
         }
-        let name = EndpointName::new(&self.name)?;
-        let device = self.shared.device();
-        let reactor = Reactor::of_process()?;
-        let signals = MemberSignals::new(CREATOR, permits, name.as_str(), &device, &reactor)?;
-        let (page, fd) = SharedPage::create(Some(&device), page::bytes_for(permits))?;
-        let shared_page = Arc::new(SemaphorePage::new(page, permits));
-        let monitor = MemberMonitor::new(shared_page, signals);
-        let kind = device.info().id.kind;
-        let semaphore_server = Arc::new(SemaphoreServer::new(fd, kind, monitor.clone()));
-        let server = (self.shared).serve(&name, Kind::Semaphore, semaphore_server.clone())?;
-        reactor.register_ticks(monitor.watched());
-        let role = SemaphoreRole::Creator {
-            server,
-            semaphore_server,
-        };
-        Ok(Semaphore {
-            local: LeakOnFork::new(Arc::new(LocalSemaphore::new(&device, monitor, role))),
-        })
     }
 }
 
-impl Opener<Semaphore> {
-    /// Opens the semaphore of this name.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Timeout`];
-    /// [`Error::Refused`], also when it is for another kind of device; [`Error::Protocol`] for a
-    /// creator that is broken; [`Error::Driver`], [`Error::Os`].
-    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Semaphore> {
-        self.open_with(
-            Kind::Semaphore,
-            &[],
-            &wait.into(),
-            Semaphore::join_as_member,
-        )
+impl SemaphoreOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> SemaphoreOptions {
+        SemaphoreOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..SemaphoreOptions::default()
+        }
     }
 }
 
@@ -177,21 +136,22 @@ impl Semaphore {
 
 /// A limited number of permits, held in any number of processes on one machine.
 ///
-/// The process that [creates](Semaphore::builder) it serves it under a name; other processes
+/// The process that [creates](Semaphore::new) it serves it under a name; other processes
 /// [open](Semaphore::open) it. It is closed when this handle, its clones and its permits are
 /// dropped, and their streams have completed their work (at once, if they are idle). Any number of
 /// threads may use it.
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, Semaphore};
+/// use warpipe::{Device, Domain, OpenOptions, Semaphore, SemaphoreOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-semaphore-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
 /// // One process:
-/// let turns = Semaphore::builder("turns").permits(2).domain(&domain).device(&device).build()?;
+/// let options = SemaphoreOptions { permits: 2, ..SemaphoreOptions::at(&domain, &device) };
+/// let turns = Semaphore::new("turns", options)?;
 /// // Any other:
-/// let same = Semaphore::opener("turns").domain(&domain).device(&device).open(Duration::ZERO)?;
+/// let same = Semaphore::open("turns", OpenOptions::at(&domain, &device), Duration::ZERO)?;
 ///
 /// let stream = device.stream()?;
 /// // The stream waits for the last holder's work.
@@ -224,27 +184,57 @@ pub struct Semaphore {
 }
 
 impl Semaphore {
-    /// A builder for a semaphore that this process creates under this name.
-    pub fn builder(name: &str) -> SemaphoreBuilder {
-        SemaphoreBuilder {
-            name: name.to_string(),
-            permits: 1,
-            shared: EndpointOptions::default(),
-        }
-    }
-
-    /// Opens the semaphore of this name, in the environment's domain and with the preferred device.
-    /// [`opener`](Self::opener) has options.
+    /// Creates the semaphore, with all permits free, and serves it under its name.
+    ///
+    /// It costs a sealed memfd of 24 to 84 KiB, registered with its device (`cuMemHostRegister`),
+    /// and a socket in the domain.
     ///
     /// # Errors
-    /// As [`Opener`]`::open`.
-    pub fn open(name: &str) -> Result<Semaphore> {
-        Semaphore::opener(name).open(Duration::ZERO)
+    /// [`Error::Argument`] for the number, [`Error::Name`], [`Error::NameTaken`] and the others of
+    /// a domain, [`Error::Driver`], [`Error::Os`].
+    pub fn new(name: &str, options: SemaphoreOptions) -> Result<Semaphore> {
+        let permits = options.permits;
+        if !(1..=PERMITS_MAX).contains(&permits) {
+            return Err(Error::argument(
+                "permits",
+                permits,
+                format!("1 to {PERMITS_MAX}"),
+            ));
+        }
+        let name = EndpointName::new(name)?;
+        let device = chosen_device(&options.device);
+        let reactor = Reactor::of_process()?;
+        let signals = MemberSignals::new(CREATOR, permits, name.as_str(), &device, &reactor)?;
+        let (page, fd) = SharedPage::create(Some(&device), page::bytes_for(permits))?;
+        let shared_page = Arc::new(SemaphorePage::new(page, permits));
+        let monitor = MemberMonitor::new(shared_page, signals);
+        let kind = device.info().id.kind;
+        let semaphore_server = Arc::new(SemaphoreServer::new(fd, kind, monitor.clone()));
+        let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
+        let served = semaphore_server.clone();
+        let server = serve(&options.domain, &name, Kind::Semaphore, access, served)?;
+        reactor.register_ticks(monitor.watched());
+        let role = SemaphoreRole::Creator {
+            server,
+            semaphore_server,
+        };
+        Ok(Semaphore {
+            local: LeakOnFork::new(Arc::new(LocalSemaphore::new(&device, monitor, role))),
+        })
     }
 
-    /// The options with which the semaphore of this name is opened.
-    pub fn opener(name: &str) -> Opener<Semaphore> {
-        Opener::new(name)
+    /// Opens the semaphore of this name.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Timeout`];
+    /// [`Error::Refused`], also when it is for another kind of device; [`Error::Protocol`] for a
+    /// creator that is broken; [`Error::Driver`], [`Error::Os`].
+    pub fn open<'w>(
+        name: &str,
+        options: OpenOptions,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Semaphore> {
+        options.open(name, Kind::Semaphore, wait, Semaphore::join_as_member)
     }
 
     /// The semaphore's name.

@@ -10,6 +10,7 @@ use std::time::Duration;
 use std::time::Instant;
 
 use super::*;
+use crate::OpenOptions;
 use crate::backend::testing::{Delaying, Wrapped};
 use crate::fork::CloseOnForkFd;
 use crate::wait::OptionalExtension;
@@ -31,19 +32,19 @@ impl Stage {
     }
 
     pub(super) fn both(&self, device: &Device, permits: u32) -> (Semaphore, Semaphore) {
-        let creator = Semaphore::builder("turns")
-            .permits(permits)
-            .domain(&self.domain)
-            .device(device)
-            .build()
-            .unwrap();
+        let options = SemaphoreOptions {
+            permits,
+            ..SemaphoreOptions::at(&self.domain, device)
+        };
+        let creator = Semaphore::new("turns", options).unwrap();
         (
             creator,
-            Semaphore::opener("turns")
-                .domain(&self.domain)
-                .device(device)
-                .open(Duration::ZERO)
-                .unwrap(),
+            Semaphore::open(
+                "turns",
+                OpenOptions::at(&self.domain, device),
+                Duration::ZERO,
+            )
+            .unwrap(),
         )
     }
 }
@@ -265,12 +266,11 @@ fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
 fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
     let (stage, device) = (Stage::new("wrong"), Device::host());
     for permits in [0, PERMITS_MAX + 1] {
-        let error = Semaphore::builder("turns")
-            .permits(permits)
-            .domain(&stage.domain)
-            .device(&device)
-            .build()
-            .unwrap_err();
+        let options = SemaphoreOptions {
+            permits,
+            ..SemaphoreOptions::at(&stage.domain, &device)
+        };
+        let error = Semaphore::new("turns", options).unwrap_err();
         assert!(
             matches!(
                 error,
@@ -282,11 +282,12 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
             "{error}"
         );
     }
-    let nobody = Semaphore::opener("turns")
-        .domain(&stage.domain)
-        .device(&device)
-        .open(Duration::ZERO)
-        .unwrap_err();
+    let nobody = Semaphore::open(
+        "turns",
+        OpenOptions::at(&stage.domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap_err();
     assert!(
         matches!(
             nobody,
@@ -297,18 +298,22 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
         ),
         "{nobody}"
     );
-    let first = Semaphore::builder("turns")
-        .permits(1)
-        .domain(&stage.domain)
-        .device(&device)
-        .build()
-        .unwrap();
-    let taken = Semaphore::builder("turns")
-        .permits(1)
-        .domain(&stage.domain)
-        .device(&device)
-        .build()
-        .unwrap_err();
+    let first = Semaphore::new(
+        "turns",
+        SemaphoreOptions {
+            permits: 1,
+            ..SemaphoreOptions::at(&stage.domain, &device)
+        },
+    )
+    .unwrap();
+    let taken = Semaphore::new(
+        "turns",
+        SemaphoreOptions {
+            permits: 1,
+            ..SemaphoreOptions::at(&stage.domain, &device)
+        },
+    )
+    .unwrap_err();
     assert!(matches!(taken, Error::NameTaken { .. }), "{taken}");
     drop(first);
 }
@@ -433,11 +438,12 @@ pub(super) fn chain(all: &[&Semaphore], device: &Device) -> (Vec<Stream>, mpsc::
 fn no_page_that_a_members_stream_waits_on_can_be_removed_or_is_anybody_elses() {
     let (stage, device) = (Stage::new("holes"), Device::host());
     let (creator, member) = stage.both(&device, 1);
-    let third = Semaphore::opener("turns")
-        .domain(&stage.domain)
-        .device(&device)
-        .open(Duration::ZERO)
-        .unwrap();
+    let third = Semaphore::open(
+        "turns",
+        OpenOptions::at(&stage.domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap();
     let (streams, go) = chain(&[&creator, &member, &third, &creator], &device);
     assert!(
         streams[1..].iter().all(|stream| !stream.is_idle().unwrap()),
@@ -503,11 +509,12 @@ fn a_stream_waits_for_nothing_that_a_signaller_has_not_promised() {
 fn streams_go_on_when_the_member_that_they_wait_for_is_dead() {
     let (stage, device) = (Stage::new("dead"), Device::host());
     let (creator, member) = stage.both(&device, 1);
-    let third = Semaphore::opener("turns")
-        .domain(&stage.domain)
-        .device(&device)
-        .open(Duration::ZERO)
-        .unwrap();
+    let third = Semaphore::open(
+        "turns",
+        OpenOptions::at(&stage.domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap();
     let (streams, go) = chain(&[&member, &creator, &third], &device);
     let more = device.stream().unwrap();
     drop(third.acquire(&more, WAIT).unwrap());
@@ -546,18 +553,18 @@ fn a_member_that_asks_again_and_again_holds_no_more_pages_than_all_members_could
 #[test]
 fn members_that_leave_take_their_pages_with_them() {
     let (stage, device) = (Stage::new("leavers"), Device::host());
-    let creator = Semaphore::builder("turns")
-        .permits(1)
-        .domain(&stage.domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let options = SemaphoreOptions {
+        permits: 1,
+        ..SemaphoreOptions::at(&stage.domain, &device)
+    };
+    let creator = Semaphore::new("turns", options).unwrap();
     for _ in 0..3 {
-        let member = Semaphore::opener("turns")
-            .domain(&stage.domain)
-            .device(&device)
-            .open(Duration::ZERO)
-            .unwrap();
+        let member = Semaphore::open(
+            "turns",
+            OpenOptions::at(&stage.domain, &device),
+            Duration::ZERO,
+        )
+        .unwrap();
         let number = member.local.member;
         let (streams, go) = chain(
             &[&creator, &creator, &member, &member, &creator, &creator],

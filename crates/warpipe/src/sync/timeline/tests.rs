@@ -1,10 +1,12 @@
 //! Owner and importers in one process. The conformance suite covers deaths of other processes.
 
 use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
 
 use std::os::fd::AsFd;
 
 use super::*;
+use crate::OpenOptions;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::ipc::{Address, ClientSession};
 use crate::shm::page::UnsealedPage;
@@ -27,19 +29,16 @@ impl Stage {
     }
 
     fn create(&self) -> Timeline {
-        Timeline::builder("steps")
-            .domain(&self.domain)
-            .device(&self.device)
-            .build()
-            .unwrap()
+        Timeline::new("steps", TimelineOptions::at(&self.domain, &self.device)).unwrap()
     }
 
     fn open(&self) -> Timeline {
-        Timeline::opener("steps")
-            .domain(&self.domain)
-            .device(&self.device)
-            .open(Duration::ZERO)
-            .unwrap()
+        Timeline::open(
+            "steps",
+            OpenOptions::at(&self.domain, &self.device),
+            Duration::ZERO,
+        )
+        .unwrap()
     }
 
     fn stream(&self) -> Stream {
@@ -210,10 +209,11 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
     ));
     assert_eq!(importer.value(), 3);
     assert!(matches!(
-        Timeline::opener("steps")
-            .domain(&stage.domain)
-            .device(&stage.device)
-            .open(Duration::ZERO),
+        Timeline::open(
+            "steps",
+            OpenOptions::at(&stage.domain, &stage.device),
+            Duration::ZERO
+        ),
         Err(Error::NotFound { .. })
     ));
 }
@@ -232,11 +232,12 @@ fn an_importer_that_leaves_early_leaves_its_stream_waiting_for_the_right_value()
 #[test]
 fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
     let stage = Stage::new("later");
-    let absent = Timeline::opener("steps")
-        .domain(&stage.domain)
-        .device(&stage.device)
-        .open(Duration::ZERO)
-        .unwrap_err();
+    let absent = Timeline::open(
+        "steps",
+        OpenOptions::at(&stage.domain, &stage.device),
+        Duration::ZERO,
+    )
+    .unwrap_err();
     assert!(
         matches!(
             absent,
@@ -249,11 +250,7 @@ fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
     );
     std::thread::scope(|scope| {
         let importer = scope.spawn(|| {
-            Timeline::opener("steps")
-                .domain(&stage.domain)
-                .device(&stage.device)
-                .open(WAIT)
-                .unwrap()
+            Timeline::open("steps", OpenOptions::at(&stage.domain, &stage.device), WAIT).unwrap()
         });
         let owner = stage.create();
         owner.signal_now(7, WAIT).unwrap();
@@ -415,11 +412,7 @@ fn while_the_driver_holds_up_a_signal_importers_come_and_go_and_miss_nothing() {
     let stage = Stage::new("held-up");
     let wrapped = Wrapped::new(stage.device.backend().clone(), Holding::default());
     let device = Device::from_backend(wrapped.clone());
-    let owner = Timeline::builder("steps")
-        .domain(&stage.domain)
-        .device(&device)
-        .build()
-        .unwrap();
+    let owner = Timeline::new("steps", TimelineOptions::at(&stage.domain, &device)).unwrap();
     let (writing, reading) = (device.stream().unwrap(), stage.stream());
     let leaver = stage.open();
     owner.signal(&writing, 3, WAIT).unwrap();
@@ -449,8 +442,8 @@ fn an_opener_that_waits_goes_on_with_the_next_owner_when_one_closes_during_the_a
     // The importer has its answer by then, and has not sealed its page.
     held.hook().hold("register");
     std::thread::scope(|scope| {
-        let opener = Timeline::opener("steps").domain(&stage.domain);
-        let opening = scope.spawn(|| opener.device(&device).open(WAIT));
+        let opening =
+            scope.spawn(|| Timeline::open("steps", OpenOptions::at(&stage.domain, &device), WAIT));
         held.hook().wait_for(1);
         drop(first);
         let next = stage.create();

@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use super::{Stage, WAIT, byte_of};
+use crate::OpenOptions;
 use crate::backend::testing::{Failing, Hook, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
@@ -15,7 +16,9 @@ use crate::memory::Memory;
 use crate::statistics::{Observer, RegionId, Role, file_of};
 use crate::tensor::{DType, Layout};
 use crate::weights::holder::held_prefix;
-use crate::weights::{Follower, Keeper, PublishedWeights, SharedWeights, TensorsInPlace, Weights};
+use crate::weights::{
+    Follower, Keeper, KeeperOptions, PublishedWeights, SharedWeights, TensorsInPlace, Weights,
+};
 
 impl Stage {
     /// The numbers of the versions that this process holds for a later keeper.
@@ -59,7 +62,7 @@ fn a_follower_takes_each_version_at_the_same_addresses_and_gives_the_former_one_
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let opened = stage.opener().open(WAIT).unwrap();
+    let opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let (clone, tensor) = (opened.clone(), opened.tensor("a").unwrap());
     let mut follower = opened.follow();
     assert_eq!(update(&mut follower).unwrap(), None);
@@ -79,7 +82,7 @@ fn a_follower_takes_each_version_at_the_same_addresses_and_gives_the_former_one_
         assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [version; 900]);
         assert_eq!(stage.held(), [version.to_string()]);
         // What it says of the contents is the new version's.
-        let fresh = stage.opener().open(WAIT).unwrap();
+        let fresh = SharedWeights::open("w", stage.options(), WAIT).unwrap();
         assert_eq!(fresh.tensors(), weights.tensors());
     }
     assert_eq!(update(&mut follower).unwrap(), None);
@@ -90,7 +93,9 @@ fn a_version_of_other_tensors_changes_nothing_and_a_later_one_that_fits_is_taken
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let mut follower = stage.opener().open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open("w", stage.options(), WAIT)
+        .unwrap()
+        .follow();
     let layout = |shape: &[u64]| Layout::contiguous(DType::U8, shape).unwrap();
     let other = [
         ("a", layout(&[300, 3]), &[2; 900][..]),
@@ -128,7 +133,9 @@ fn a_version_whose_memory_is_divided_otherwise_changes_nothing() {
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let mut follower = stage.opener().open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open("w", stage.options(), WAIT)
+        .unwrap()
+        .follow();
     let (_published, _told) = stage.publish_in_place(2);
     let failed = update(&mut follower).unwrap_err();
     assert!(
@@ -145,7 +152,9 @@ fn an_update_waits_for_the_work_of_the_stream_and_of_recorded_ones_and_changes_n
         let stage = Stage::new();
         let _keeper = stage.keeper();
         drop(stage.publish(1));
-        let mut follower = stage.opener().open(WAIT).unwrap().follow();
+        let mut follower = SharedWeights::open("w", stage.options(), WAIT)
+            .unwrap()
+            .follow();
         drop(stage.publish(2));
         let (named, other) = (
             stage.device.stream().unwrap(),
@@ -189,7 +198,16 @@ fn a_device_that_fails_at_any_part_leaves_the_former_version_there() {
     let (first, first_told) = stage.publish_in_place(1);
     let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
     let device = Device::from_backend(backend.clone());
-    let mut follower = stage.opener().device(&device).open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open(
+        "w",
+        OpenOptions {
+            device: Some(device.clone()),
+            ..stage.options()
+        },
+        WAIT,
+    )
+    .unwrap()
+    .follow();
     drop(first);
     let (_second, _told) = stage.publish_in_place(2);
     for part in [1, 2] {
@@ -227,7 +245,7 @@ fn a_follower_whose_addresses_another_one_has_updated_says_so() {
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let opened = stage.opener().open(WAIT).unwrap();
+    let opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let (mut one, mut two) = (opened.clone().follow(), opened.follow());
     drop(stage.publish(2));
     assert_eq!(update(&mut one).unwrap(), Some(2));
@@ -241,8 +259,10 @@ fn weights_of_another_name_are_refused_and_an_earlier_version_that_is_open_can_b
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let first = stage.opener().open(WAIT).unwrap();
-    let mut follower = stage.opener().open(WAIT).unwrap().follow();
+    let first = SharedWeights::open("w", stage.options(), WAIT).unwrap();
+    let mut follower = SharedWeights::open("w", stage.options(), WAIT)
+        .unwrap()
+        .follow();
     drop(stage.publish(2));
     assert_eq!(update(&mut follower).unwrap(), Some(2));
     let stream = stage.device.stream().unwrap();
@@ -250,10 +270,10 @@ fn weights_of_another_name_are_refused_and_an_earlier_version_that_is_open_can_b
     assert_eq!(byte_of(follower.weights()), 1);
     assert_eq!(update(&mut follower).unwrap(), Some(2));
 
-    let _other = Keeper::builder("v").domain(&stage.domain).build().unwrap();
+    let _other = Keeper::new("v", KeeperOptions::at(&stage.domain)).unwrap();
     drop(stage.weights(3).publish(&stage.domain, "v", WAIT).unwrap());
-    let other = SharedWeights::opener("v").domain(&stage.domain);
-    let other = other.device(&stage.device).open(WAIT).unwrap();
+    let other =
+        SharedWeights::open("v", OpenOptions::at(&stage.domain, &stage.device), WAIT).unwrap();
     let failed = follower.take(&other, &stream, WAIT).unwrap_err();
     assert!(matches!(failed, Error::Argument { .. }), "{failed}");
     assert_eq!(byte_of(follower.weights()), 2);
@@ -264,7 +284,9 @@ fn a_forked_child_cannot_update_its_parents_weights() {
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let mut follower = stage.opener().open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open("w", stage.options(), WAIT)
+        .unwrap()
+        .follow();
     let stream = stage.device.stream().unwrap();
     drop(stage.publish(2));
     in_a_forked_child(|| {
@@ -299,7 +321,16 @@ fn an_update_after_one_that_could_not_restore_the_former_version_restores_it_bef
     let (_first, _first_told) = stage.publish_in_place(1);
     let backend = Wrapped::new(stage.device.backend().clone(), Refusing::default());
     let device = Device::from_backend(backend.clone());
-    let mut follower = stage.opener().device(&device).open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open(
+        "w",
+        OpenOptions {
+            device: Some(device.clone()),
+            ..stage.options()
+        },
+        WAIT,
+    )
+    .unwrap()
+    .follow();
     let (_second, _second_told) = stage.publish_in_place(2);
     // The first part of the new version, not its second, and not the first of the former one.
     backend.hook().0.store(3, SeqCst);
@@ -337,7 +368,9 @@ fn the_statistics_say_which_memory_lies_at_the_addresses() {
         regions.any(|it| it.role == Role::Peer && it.id == RegionId::File(file))
     };
     drop(stage.publish(1));
-    let mut follower = stage.opener().open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open("w", stage.options(), WAIT)
+        .unwrap()
+        .follow();
     let former = file_of(&follower);
     assert!(is_mapped(former));
     drop(stage.publish(2));

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Stage, WAIT, byte_of};
+use crate::OpenOptions;
 use crate::backend::testing::{Counting, Failing, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
@@ -12,6 +13,7 @@ use crate::hostile::in_a_forked_child;
 use crate::memory::Memory;
 use crate::tensor::{DType, Layout};
 use crate::wait::Wait;
+use crate::weights::SharedWeights;
 use crate::weights::held::{Held, KnownParts};
 use crate::weights::holder;
 use crate::weights::keeper_session::offer_to_keeper;
@@ -53,7 +55,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     let weights = stage.weights_hashed(&stage.device, 2, Hashing::None);
     let newer = weights.publish(&stage.domain, "w", WAIT).unwrap();
     assert!(!newer.wait_for_hashes(WAIT).unwrap());
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!((shared.version(), byte_of(&shared)), (2, 2));
     assert_eq!(
         (shared.hashing(), shared.is_hashed()),
@@ -65,7 +67,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
         (named.number, named.hash, named.is_hashed),
         (2, Hashing::None, false)
     );
-    let told = stage.opener().verify(WAIT).unwrap_err();
+    let told = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
         matches!(&told, Error::WeightsUnverified { version: 2, tensors, .. } if tensors.is_empty()),
         "{told}"
@@ -74,7 +76,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     drop(keeper);
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(2));
-    let told = stage.opener().verify(WAIT).unwrap_err();
+    let told = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
         matches!(&told, Error::WeightsUnverified { version: 2, tensors, .. } if tensors.is_empty()),
         "{told}"
@@ -83,7 +85,10 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
         (keeper.candidate().unwrap(), keeper.version().unwrap()),
         (Some(1), None)
     );
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
     assert_eq!(stage.publish(3).version(), 3);
 }
 
@@ -97,20 +102,29 @@ fn hashes_that_are_computed_later_reach_the_keeper_new_readers_and_the_next_keep
     drop(weights);
     assert!(published.wait_for_hashes(WAIT).unwrap());
     assert_eq!(keeper.version().unwrap(), Some(1));
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let hash = Some(content::content_hash(&[5; 900]));
     for name in ["a", "b", "c"] {
         assert_eq!(shared.tensor_info(name).unwrap().hash(), hash);
     }
     let named = stage.named();
     assert_eq!((named.hash, named.is_hashed), (Hashing::Later, true));
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
     drop((keeper, shared));
     // Its publisher alone has it.
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(1));
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
-    assert_eq!(byte_of(&stage.opener().open(WAIT).unwrap()), 5);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
+    assert_eq!(
+        byte_of(&SharedWeights::open("w", stage.options(), WAIT).unwrap()),
+        5
+    );
 }
 
 #[test]
@@ -129,7 +143,10 @@ fn a_forked_child_waits_for_no_hashes_of_its_parent_and_disturbs_nothing() {
     });
     let (_, published) = held.unwrap();
     assert!(published.wait_for_hashes(WAIT).unwrap());
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
 }
 
 #[test]
@@ -143,16 +160,24 @@ fn a_check_that_is_cancelled_while_the_device_hashes_gives_no_verdict() {
     drop(keeper);
     let keeper = stage.keeper();
     let backend = Wrapped::new(stage.device.backend().clone(), Counting::default());
-    let opener = stage.opener();
-    let opener = opener.device(&Device::from_backend(backend.clone()));
     let cancelled = || backend.hook().calls().contains_key("launch");
-    let told = opener.verify(Wait::at_most(WAIT).unless(&cancelled));
+    let told = SharedWeights::verify(
+        "w",
+        OpenOptions {
+            device: Some(Device::from_backend(backend.clone()).clone()),
+            ..stage.options()
+        },
+        Wait::at_most(WAIT).unless(&cancelled),
+    );
     assert!(matches!(told, Err(Error::Timeout { .. })), "{told:?}");
     assert_eq!(
         (keeper.candidate().unwrap(), keeper.version().unwrap()),
         (Some(1), None)
     );
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
 }
 
 #[test]
@@ -177,7 +202,7 @@ fn a_version_that_its_publisher_could_not_hash_stays_offered_and_says_so() {
         "{told}"
     );
     assert!(!published.wait_for_hashes(WAIT).unwrap());
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!((byte_of(&shared), shared.is_hashed()), (4, false));
     assert_eq!(shared.hashing(), Hashing::Later);
 }
@@ -194,7 +219,7 @@ fn a_check_waits_for_hashes_that_come_later() {
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(4));
     std::thread::scope(|scope| {
-        let check = scope.spawn(|| stage.opener().verify(WAIT).unwrap());
+        let check = scope.spawn(|| SharedWeights::verify("w", stage.options(), WAIT).unwrap());
         // Once the check has the version, or before: either way it sees the hashes.
         let manifest = hashed_manifest(&weights, &[3; 900]);
         let hashed = Arc::new(held.hashed(manifest).unwrap());
@@ -204,7 +229,7 @@ fn a_check_waits_for_hashes_that_come_later() {
         assert_eq!(check.join().unwrap(), 4);
     });
     assert_eq!(keeper.version().unwrap(), Some(4));
-    let told = stage.opener().verify(Duration::ZERO);
+    let told = SharedWeights::verify("w", stage.options(), Duration::ZERO);
     assert_eq!(told.unwrap(), 4);
 }
 
@@ -253,7 +278,7 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     let name = weights_name("w").unwrap();
     let later = stage.weights_hashed(&stage.device, 6, Hashing::None);
     let _published = later.publish(&stage.domain, "w", WAIT).unwrap();
-    let early = stage.opener().open(WAIT).unwrap();
+    let early = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let bring = |number| {
         let mut held = later.held_for_tests(number);
         held = held.hashed(hashed_manifest(&later, &[6; 900])).unwrap();
@@ -271,8 +296,11 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     let keeper = stage.keeper();
     assert_eq!(bring(1), 1);
     assert_eq!(keeper.candidate().unwrap(), Some(1));
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
-    let again = stage.opener().open(WAIT).unwrap();
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
+    let again = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert!(again.is_hashed() && !early.is_hashed() && !again.is_same(&early));
     // When the version has been replaced they change nothing, and number nothing anew.
     assert_eq!(stage.publish(8).version(), 2);
@@ -282,7 +310,10 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     drop((keeper, early));
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(1));
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
 }
 
 #[test]

@@ -114,7 +114,7 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
     assert_eq!(names[..2], ["copied", "also copied"]);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(weights);
-    let readers = [0, 1].map(|_| stage.opener().open(WAIT).unwrap());
+    let readers = [0, 1].map(|_| SharedWeights::open("w", stage.options(), WAIT).unwrap());
     for shared in &readers {
         for number in 0..3u8 {
             let tensor = shared.tensor(&format!("t{number}")).unwrap();
@@ -150,7 +150,10 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
                 .all(|(_, part)| part.access() == crate::backend::Access::Read)
         );
     }
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), published.version());
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        published.version()
+    );
     assert!(is_kept(&told));
 }
 
@@ -161,7 +164,7 @@ fn what_owns_the_tensors_is_kept_until_no_process_has_the_version() {
     let (weights, told) = stage.weights_in_place(3);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(weights);
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let tensor = shared.tensor("t2").unwrap();
     // The keeper has another version, and the publisher gives this one up.
     stage.publish(7);
@@ -192,7 +195,7 @@ fn a_forked_child_keeps_no_version_of_its_parent() {
     let keeper = stage.keeper();
     let (weights, told) = stage.weights_in_place(2);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let mut all = Some((weights, published, shared, keeper));
     in_a_forked_child(|| {
         drop(all.take());
@@ -211,7 +214,7 @@ fn a_version_of_many_pieces_is_taken_over_whole_from_many_holders() {
     let (weights, told) = stage.weights_in_place(PIECES);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(weights);
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     check(&shared, PIECES);
     drop(keeper);
     let found = takeover::find(&stage.domain, &weights_name("w").unwrap()).unwrap();
@@ -220,9 +223,12 @@ fn a_version_of_many_pieces_is_taken_over_whole_from_many_holders() {
     drop(found);
     let next = stage.keeper();
     assert_eq!((next.candidate().unwrap(), next.unanswered()), (Some(1), 0));
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
     drop((shared, published));
-    let again = stage.opener().open(WAIT).unwrap();
+    let again = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     check(&again, PIECES);
     assert!(is_kept(&told));
     drop((again, next));
@@ -242,7 +248,7 @@ fn a_reader_whose_version_is_replaced_while_it_asks_for_pieces_opens_the_next_on
         KeeperRequest::Offered => version(&new),
         _ => OutgoingReply::new(&KeeperReply::Noted, vec![]),
     });
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!((shared.version(), byte_of(&shared)), (2, 5));
 }
 
@@ -314,7 +320,7 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
     );
     // A keeper cannot tell memory of a GPU: the device does.
     offered(&|held| held.device.kind = DeviceKind::Cuda).unwrap();
-    let refused = stage.opener().open(WAIT).unwrap_err();
+    let refused = SharedWeights::open("w", stage.options(), WAIT).unwrap_err();
     assert!(
         matches!(
             refused,

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::in_place::{is_dropped, is_kept};
 use super::{Stage, WAIT};
+use crate::OpenOptions;
 use crate::backend::testing::{Counting, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
@@ -109,7 +110,11 @@ fn a_reader_of_the_next_version_in_place_makes_no_call_of_the_driver_for_memory(
     let trainer = stage.trainer(&stage.device, TENSORS);
     let (first, _told) = trainer.publish();
     let (backend, device) = counting(&stage.device);
-    let mut shared = stage.opener().device(&device).open(WAIT).unwrap();
+    let options = OpenOptions {
+        device: Some(device.clone()),
+        ..stage.options()
+    };
+    let mut shared = SharedWeights::open("w", options, WAIT).unwrap();
     let (calls, at) = (memory_calls(&backend), addresses(&shared));
     assert!(calls.values().sum::<u64>() >= 1, "{calls:?}");
     let mut published = vec![first];
@@ -171,7 +176,7 @@ fn neither_a_reader_nor_a_keeper_asks_for_pieces_that_it_has() {
             _ => OutgoingReply::new(&KeeperReply::Noted, vec![]),
         }
     });
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(asked.swap(0, SeqCst), 2, "64 in a reply");
     offered.store(1, SeqCst);
     let next = shared.newer(WAIT).unwrap();
@@ -197,7 +202,7 @@ fn a_keeper_takes_what_it_has_for_the_next_version_and_gives_all_of_it_to_each_r
     let (second, told) = trainer.publish();
     drop(first);
     // This process has nothing mapped: all comes from the keeper.
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(bytes_of(&shared, 69), [69; 100]);
     drop((keeper, second));
     assert!(is_kept(&told), "the reader has the version");
@@ -213,7 +218,7 @@ fn versions_of_one_memory_share_its_mapping_and_each_gives_its_own_lease_up() {
     let _keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 3);
     let (first, first_told) = trainer.publish();
-    let one = stage.opener().open(WAIT).unwrap();
+    let one = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let (second, second_told) = trainer.publish();
     let two = one.newer(WAIT).unwrap();
     assert_eq!(addresses(&one), addresses(&two));
@@ -240,10 +245,28 @@ fn a_part_whose_mapping_has_ended_is_mapped_anew_when_it_comes_back() {
     let trainer = stage.trainer(&stage.device, 5);
     let (backend, device) = counting(&stage.device);
     let (_first, told) = trainer.publish();
-    drop(stage.opener().device(&device).open(WAIT).unwrap());
+    drop(
+        SharedWeights::open(
+            "w",
+            OpenOptions {
+                device: Some(device.clone()),
+                ..stage.options()
+            },
+            WAIT,
+        )
+        .unwrap(),
+    );
     let (_other, _) = (stage.publish(1), ());
     let (_again, _again_told) = trainer.publish();
-    let shared = stage.opener().device(&device).open(WAIT).unwrap();
+    let shared = SharedWeights::open(
+        "w",
+        OpenOptions {
+            device: Some(device.clone()),
+            ..stage.options()
+        },
+        WAIT,
+    )
+    .unwrap();
     assert_eq!(bytes_of(&shared, 4), [4; 100]);
     assert!(memory_calls(&backend).values().sum::<u64>() >= 2);
     drop(_first);
@@ -256,7 +279,7 @@ fn parts_of_another_user_of_another_length_or_under_a_follower_are_not_taken_for
     let keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 9);
     let (_published, _told) = trainer.publish();
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let held = &shared.inner.held;
     let described = held.reply(&held.describe()).unwrap();
     let fds = described.fds.into_iter().map(Into::into).collect();
@@ -323,15 +346,17 @@ fn a_follower_beside_an_opener_of_the_same_memory_changes_what_it_shows_alone() 
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let opened = stage.opener().open(WAIT).unwrap();
-    let mut follower = stage.opener().open(WAIT).unwrap().follow();
+    let opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
+    let mut follower = SharedWeights::open("w", stage.options(), WAIT)
+        .unwrap()
+        .follow();
     assert_ne!(addresses(&opened), addresses(follower.weights()));
-    let again = stage.opener().open(WAIT).unwrap();
+    let again = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(addresses(&opened), addresses(&again), "openers share");
     drop(stage.publish(2));
     let stream = stage.device.stream().unwrap();
     assert_eq!(follower.update(&stream, WAIT).unwrap(), Some(2));
-    let next = stage.opener().open(WAIT).unwrap();
+    let next = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     for (weights, byte) in [
         (&opened, 1),
         (&again, 1),
@@ -352,8 +377,8 @@ fn a_follower_whose_addresses_were_used_waits_until_other_openers_have_closed_th
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let opened = stage.opener().open(WAIT).unwrap();
-    let shared = stage.opener().open(WAIT).unwrap();
+    let opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let tensor = shared.tensor("a").unwrap();
     let mut follower = shared.follow();
     drop(stage.publish(2));
@@ -381,12 +406,12 @@ fn a_cancellation_is_asked_while_other_threads_can_look_at_the_weights_that_a_fo
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let _opened = stage.opener().open(WAIT).unwrap();
-    let shared = stage.opener().open(WAIT).unwrap();
+    let _opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert!(shared.tensor("a").is_some());
     let (clone, mut follower) = (shared.clone(), shared.follow());
     drop(stage.publish(2));
-    let next = stage.opener().open(WAIT).unwrap();
+    let next = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let was_free = Cell::new(false);
     let cancelled = || {
         let ((look, looked), clone) = (channel(), clone.clone());
@@ -409,10 +434,10 @@ fn a_follower_with_clones_shares_its_memory_with_no_later_opener() {
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let clone = shared.clone();
     let mut follower = shared.follow();
-    let opened = stage.opener().open(WAIT).unwrap();
+    let opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     drop(stage.publish(2));
     let stream = stage.device.stream().unwrap();
     assert_eq!(follower.update(&stream, WAIT).unwrap(), Some(2));
@@ -448,7 +473,7 @@ fn a_version_that_has_one_memory_in_two_parts_is_followed_by_another_one() {
     let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(publish_halves(&stage, 1));
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(super::byte_of(&shared), 1);
     let mut follower = shared.follow();
     drop(publish_halves(&stage, 2));
@@ -465,7 +490,16 @@ fn a_follower_maps_nothing_that_lies_there_already_and_gives_the_former_lease_up
     let trainer = stage.trainer(&stage.device, 20);
     let (first, first_told) = trainer.publish();
     let (backend, device) = counting(&stage.device);
-    let mut follower = stage.opener().device(&device).open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open(
+        "w",
+        OpenOptions {
+            device: Some(device.clone()),
+            ..stage.options()
+        },
+        WAIT,
+    )
+    .unwrap()
+    .follow();
     let calls = memory_calls(&backend);
     let (second, second_told) = trainer.publish();
     drop(first);
@@ -512,7 +546,9 @@ fn a_follower_takes_parts_that_come_in_another_order_each_at_the_address_of_its_
     let stage = Stage::new();
     let _keeper = stage.keeper();
     let _first = stage.publish_parts(10, &[0, 1, 2, 3]);
-    let mut follower = stage.opener().open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open("w", stage.options(), WAIT)
+        .unwrap()
+        .follow();
     let tensor = |follower: &crate::weights::Follower, number: usize| {
         let name = format!("t{number}");
         follower.weights().tensor(&name).unwrap()
@@ -570,7 +606,16 @@ fn a_follower_takes_a_tensor_that_comes_by_copy_in_a_version_of_which_the_others
     };
     let second = partial(1, &first);
     let (backend, device) = counting(&stage.device);
-    let mut follower = stage.opener().device(&device).open(WAIT).unwrap().follow();
+    let mut follower = SharedWeights::open(
+        "w",
+        OpenOptions {
+            device: Some(device.clone()),
+            ..stage.options()
+        },
+        WAIT,
+    )
+    .unwrap()
+    .follow();
     let tensor = follower.weights().tensor("copied").unwrap();
     let _third = partial(2, &second);
     let stream = device.stream().unwrap();
@@ -590,7 +635,7 @@ fn a_forked_child_takes_no_mapping_of_its_parent_for_known() {
     let _keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 9);
     let (_published, _told) = trainer.publish();
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let held = &shared.inner.held;
     let fds = held.reply(&held.describe()).unwrap().fds;
     let found = PartialVersion::receive(

@@ -1,6 +1,9 @@
 //! Names as long as a model's id and its ranks need.
 
-use super::{Keeper, NamedWeights, SharedWeights, Stage, WAIT, WEIGHTS_NAME_BYTES_MAX, byte_of};
+use super::{
+    Keeper, KeeperOptions, NamedWeights, SharedWeights, Stage, WAIT, WEIGHTS_NAME_BYTES_MAX,
+    byte_of,
+};
 
 /// As long as a name may be, in parts.
 fn longest() -> String {
@@ -13,19 +16,13 @@ fn longest() -> String {
 fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_no_file() {
     let stage = Stage::new();
     let name = longest();
-    let keep = || {
-        Keeper::builder(&name)
-            .domain(&stage.domain)
-            .build()
-            .unwrap()
-    };
-    let opener = || SharedWeights::opener(&name).domain(&stage.domain);
+    let keep = || Keeper::new(&name, KeeperOptions::at(&stage.domain)).unwrap();
     let keeper = keep();
     let published = stage
         .weights(7)
         .publish(&stage.domain, &name, WAIT)
         .unwrap();
-    let shared = opener().device(&stage.device).open(WAIT).unwrap();
+    let shared = SharedWeights::open(&name, stage.options(), WAIT).unwrap();
     assert_eq!(byte_of(&shared), 7);
     let listed = NamedWeights::list(&stage.domain).unwrap();
     let found: Vec<_> = listed.iter().map(|it| it.name.as_str()).collect();
@@ -43,13 +40,14 @@ fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_n
         (keeper.candidate().unwrap(), keeper.unanswered()),
         (Some(1), 0)
     );
-    assert_eq!(opener().device(&stage.device).verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify(&name, stage.options(), WAIT).unwrap(),
+        1
+    );
     assert_eq!(keeper.version().unwrap(), Some(1));
     drop((keeper, shared));
     assert_eq!(std::fs::read_dir(&stage.folder).unwrap().count(), 0);
-    let refused = Keeper::builder(&format!("{name}n"))
-        .domain(&stage.domain)
-        .build();
+    let refused = Keeper::new(&format!("{name}n"), KeeperOptions::at(&stage.domain));
     let refused = refused.unwrap_err();
     assert!(refused.to_string().contains("200 bytes"), "{refused}");
     assert_eq!(refused.hint().as_deref(), Some("take a shorter name"));

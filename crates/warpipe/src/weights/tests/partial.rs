@@ -48,7 +48,7 @@ fn a_partial_version_is_whole_for_readers_and_has_the_memory_and_hashes_of_its_b
     let _keeper = stage.keeper();
     let whole = stage.weights(1);
     whole.publish(&stage.domain, "w", WAIT).unwrap();
-    let first = stage.opener().open(WAIT).unwrap();
+    let first = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let weights = stage.partial(&[("b", 2), ("c", 3)], &whole);
     let file = |weights: &Weights, piece: usize| {
         let held = weights.held_for_tests(0);
@@ -69,10 +69,16 @@ fn a_partial_version_is_whole_for_readers_and_has_the_memory_and_hashes_of_its_b
     assert_eq!(byte_of(&first), 1, "its base is as it was");
     let hash = |shared: &SharedWeights| shared.tensor_info("a").unwrap().hash();
     assert!(hash(&second).is_some() && hash(&second) == hash(&first));
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 2);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        2
+    );
     // Nothing of its own: another name of the version.
     let third = stage.publish_partial(&[], &second);
-    let third = (third.version(), stage.opener().open(WAIT).unwrap());
+    let third = (
+        third.version(),
+        SharedWeights::open("w", stage.options(), WAIT).unwrap(),
+    );
     assert_eq!((third.0, bytes_of(&third.1, "b")), (3, vec![2; 100]));
 }
 
@@ -92,7 +98,10 @@ fn tensors_behind_copies_that_fill_their_memory_are_hashed_where_they_lie_or_not
     let weights = copied("copied", Hashing::Device).beside(tensors);
     let weights = weights.finish().unwrap();
     weights.publish(&stage.domain, "w", WAIT).unwrap();
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
     // Tensors of a base without hashes get none.
     let base = copied("first", Hashing::None).finish().unwrap();
     let partial = copied("copied", Hashing::Device).base(&base);
@@ -110,7 +119,7 @@ fn a_version_of_bases_has_the_parts_that_it_uses_and_no_others() {
         // `y` is never given again; each `x` replaces that of the version before.
         last = stage.publish_partial(&[("x", step)], &last);
     }
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(shared.version(), 21);
     assert_eq!(
         (byte_of(&shared), bytes_of(&shared, "x")),
@@ -129,7 +138,7 @@ fn the_memory_of_a_base_is_kept_by_each_process_that_has_a_version_of_it_and_by_
     // The base was replaced, and its publisher gives it up.
     drop((weights, published));
     assert!(is_kept(&told), "the keeper offers tensors of it");
-    let reader = stage.opener().open(WAIT).unwrap();
+    let reader = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     drop((keeper, partial));
     let check = |shared: &SharedWeights| {
         let tensors = ["t0", "t1", "t2"].map(|name| bytes_of(shared, name));
@@ -139,9 +148,12 @@ fn the_memory_of_a_base_is_kept_by_each_process_that_has_a_version_of_it_and_by_
     assert!(is_kept(&told), "a reader has it");
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(2));
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 2);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        2
+    );
     drop(reader);
-    let reader = stage.opener().open(WAIT).unwrap();
+    let reader = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     check(&reader);
     // A partial version of what was taken over, which needs nothing of the first one any more.
     let all = [("t0", 1), ("t1", 1), ("t2", 1)];
@@ -168,14 +180,15 @@ fn a_base_that_was_withdrawn_is_an_error_and_one_that_is_open_is_none() {
         "{told}"
     );
     stage.publish_partial(&[("b", 7)], base);
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(
         (shared.version(), bytes_of(&shared, "a")),
         (3, vec![1; 900])
     );
     // Of another name, with another keeper, which ends.
-    let other = crate::weights::Keeper::builder("other").domain(&stage.domain);
-    let other = other.build().unwrap();
+    let other =
+        crate::weights::Keeper::new("other", crate::weights::KeeperOptions::at(&stage.domain))
+            .unwrap();
     let weights = stage.weights(5);
     let elsewhere = weights.publish(&stage.domain, "other", WAIT).unwrap();
     let partial = stage.partial(&[("b", 8)], &elsewhere);
@@ -215,7 +228,7 @@ fn a_version_has_tensors_in_place_of_so_many_versions_and_no_more() {
     let weights = last.unwrap();
     weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(weights);
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(shared.tensors().len(), LEASES_MAX);
     assert!(told.iter().all(is_kept));
 }
@@ -237,8 +250,11 @@ fn strides_and_metadata_arrive_as_they_were_given() {
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(keeper);
     let _keeper = stage.keeper();
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
-    let shared = stage.opener().open(WAIT).unwrap();
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        1
+    );
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(shared.metadata(), json.as_bytes());
     let tensor = shared.tensor("turned").unwrap();
     assert_eq!((tensor.layout(), tensor.memory().bytes()), (&turned, 6));
@@ -267,7 +283,7 @@ fn a_base_without_tensors_is_the_base_of_a_version_with_some_or_none() {
     assert!(again.tensors().is_empty());
     again.publish(&stage.domain, "w", WAIT).unwrap();
     stage.publish_partial(&[("b", 7)], &again);
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(bytes_of(&shared, "b"), [7; 100]);
     drop(keeper);
 }

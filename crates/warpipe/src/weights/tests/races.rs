@@ -21,6 +21,7 @@ use crate::ipc::{
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerFd;
 use crate::wait::Wait;
+use crate::weights::SharedWeights;
 use crate::weights::exports::PieceFd;
 use crate::weights::held::{Held, Version};
 use crate::weights::holder;
@@ -138,7 +139,7 @@ fn a_reader_tells_its_number_once_its_holder_is_there_and_to_the_next_keeper_if_
         }
         _ => version(&held),
     });
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!((shared.version(), byte_of(&shared)), (9, 1));
     assert_eq!(tells.try_iter().collect::<Vec<_>>(), [(9, 1), (9, 1)]);
 }
@@ -162,9 +163,11 @@ fn a_reader_that_is_cancelled_does_not_wait_for_a_keeper_to_note_what_it_holds()
     });
     let cancelled = || is_asked.load(SeqCst);
     let start = Instant::now();
-    let shared = stage
-        .opener()
-        .open(Wait::at_most(Duration::MAX).unless(&cancelled));
+    let shared = SharedWeights::open(
+        "w",
+        stage.options(),
+        Wait::at_most(Duration::MAX).unless(&cancelled),
+    );
     let took = start.elapsed();
     drop(go);
     assert_eq!(byte_of(&shared.unwrap()), 1);
@@ -222,7 +225,10 @@ fn a_check_waits_for_a_keeper_that_still_asks_its_holders() {
         KeeperRequest::Candidate => version(&held),
         _ => noted(),
     });
-    assert_eq!(stage.opener().verify(WAIT).unwrap(), 3);
+    assert_eq!(
+        SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
+        3
+    );
 }
 
 #[test]
@@ -324,7 +330,7 @@ fn a_forked_child_cannot_use_its_parents_weights_and_removes_no_file_of_them() {
     let keeper = stage.keeper();
     let weights = stage.weights(1);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
-    let shared = stage.opener().open(WAIT).unwrap();
+    let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let mut all = Some((keeper, published, shared));
     in_a_forked_child(|| {
         let (_, _, shared) = all.as_ref().unwrap();
@@ -338,5 +344,8 @@ fn a_forked_child_cannot_use_its_parents_weights_and_removes_no_file_of_them() {
             .all(|error| matches!(error, Some(Error::Forked)))
     });
     assert_eq!(stage.holders(), 2);
-    assert_eq!(byte_of(&stage.opener().open(WAIT).unwrap()), 1);
+    assert_eq!(
+        byte_of(&SharedWeights::open("w", stage.options(), WAIT).unwrap()),
+        1
+    );
 }

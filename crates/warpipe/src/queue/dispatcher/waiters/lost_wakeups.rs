@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::super::super::job_table::Stage;
 use super::super::super::tests::{QueueFixture, SOON};
 use super::super::super::worker_session::SessionEnd;
-use super::super::super::{Queue, Worker};
+use super::super::super::{Queue, QueueOptions, Worker, WorkerOptions};
 use super::*;
 use crate::error::JobEnd;
 use crate::ipc::message::wait_readable;
@@ -98,7 +98,7 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
 #[test]
 fn a_thread_that_leaves_a_job_waiting_wakes_the_queues_own_thread() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.prefetch(1));
+    let queue = fixture.build(|it| QueueOptions { prefetch: 1, ..it });
     let mut worker = one_worker(&fixture, &queue);
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
@@ -149,7 +149,10 @@ fn a_shutdown_waits_for_the_thread_that_releases_the_name() {
 #[test]
 fn a_lease_without_an_end_is_no_overflow() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.lease_timeout(Some(Duration::MAX)));
+    let queue = fixture.build(|it| QueueOptions {
+        lease_timeout: Some(Duration::MAX),
+        ..it
+    });
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
@@ -161,7 +164,10 @@ fn a_lease_without_an_end_is_no_overflow() {
 #[test]
 fn a_lease_does_not_run_out_while_its_queue_stands_still() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.lease_timeout(Some(LONG)));
+    let queue = fixture.build(|it| QueueOptions {
+        lease_timeout: Some(LONG),
+        ..it
+    });
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
@@ -211,7 +217,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
 #[test]
 fn an_event_loop_that_waits_for_room_is_notified_that_the_queue_is_shut() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.limit(1));
+    let queue = fixture.build(|it| QueueOptions { limit: 1, ..it });
     let _job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let watch = queue.watch().unwrap();
     watch.quiet();
@@ -222,7 +228,10 @@ fn an_event_loop_that_waits_for_room_is_notified_that_the_queue_is_shut() {
 #[test]
 fn a_worker_whose_socket_closed_keeps_its_leases_while_its_queue_stands_still() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.max_attempts(1));
+    let queue = fixture.build(|it| QueueOptions {
+        max_attempts: 1,
+        ..it
+    });
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
@@ -257,7 +266,10 @@ fn a_worker_whose_socket_closed_keeps_its_leases_while_its_queue_stands_still() 
 #[test]
 fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_completes() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.max_attempts(1));
+    let queue = fixture.build(|it| QueueOptions {
+        max_attempts: 1,
+        ..it
+    });
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let slow = fixture.device.stream().unwrap();
@@ -315,7 +327,7 @@ fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
 #[test]
 fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_back() {
     let fixture = QueueFixture::new();
-    let queue = fixture.build(|it| it.limit(1));
+    let queue = fixture.build(|it| QueueOptions { limit: 1, ..it });
     let first = queue.submit_bytes(b"1", &fixture.stream).unwrap();
     let loan = queue.loan(&Layout::bytes_only(1).unwrap()).unwrap();
     let cancelled = || {
@@ -335,10 +347,18 @@ fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_
 #[test]
 fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
     let fixture = QueueFixture::new();
-    let (queue, stream) = (fixture.build(|it| it.prefetch(256)), &fixture.stream);
-    let builder = Worker::builder("jobs").domain(&fixture.domain);
-    let builder = builder.device(&fixture.device);
-    let mut worker = builder.answer_timeout(Duration::ZERO).build().unwrap();
+    let (queue, stream) = (
+        fixture.build(|it| QueueOptions {
+            prefetch: 256,
+            ..it
+        }),
+        &fixture.stream,
+    );
+    let options = WorkerOptions {
+        answer_timeout: Duration::ZERO,
+        ..WorkerOptions::at(&fixture.domain, &fixture.device)
+    };
+    let mut worker = Worker::new("jobs", options).unwrap();
     let room = 64;
     (0..room).for_each(|_| drop(queue.submit_bytes(b"job", stream).unwrap()));
     let leases: Vec<_> = (0..room)

@@ -1,17 +1,17 @@
 //! The options of a publisher, and what it says of its subscribers.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::observer::SubscriberChanges;
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
 use crate::ipc::limits::PeerLimits;
 use crate::ipc::peer::Peer;
-use crate::ipc::{Kind, PeerState};
-use crate::options::{EndpointOptions, option_setters};
+use crate::ipc::{AccessPolicy, HANDSHAKE_TIMEOUT, Kind, PeerState};
+use crate::options::MEMORY_LIMIT;
 use crate::shm::segment::DEPTH_MAX;
 
 /// The action when a subscriber's ring is full. Declared by the publisher, for each subscriber.
@@ -54,156 +54,99 @@ pub struct PeerCredentials {
 
 type PolicyOf = Arc<dyn Fn(&PeerCredentials) -> Policy + Send + Sync>;
 
-/// The options of a publisher. See [`Publisher::builder`](crate::Publisher::builder).
+/// The options of a [`Publisher`](crate::Publisher).
 #[derive(Clone)]
-pub struct PublisherBuilder {
-    pub(super) name: String,
-    pub(super) kind: Kind,
-    pub(super) shared: EndpointOptions,
-    policy: Policy,
-    policy_of: Option<PolicyOf>,
-    pub(super) depth: u32,
-    pub(super) history: u32,
-    pub(super) timestamps: bool,
-    /// The source of the samples that this publisher forwards.
-    pub(super) forwards: Option<[u8; 16]>,
-    pub(super) loan_timeout: Duration,
-    pub(super) evict_after: Option<Duration>,
-    /// Receives the changes of the set of subscribers. With an observer, each sample also signals
-    /// its slot's fence word, so that it can be forwarded.
-    pub(super) observer: Option<Arc<SubscriberChanges>>,
-    /// The depth of the ring of each subscriber's replies, which the observer's owner receives; 0
-    /// for none.
-    pub(super) replies: u32,
-}
-
-impl PublisherBuilder {
-    option_setters! { (shared):
-        shared,
-        /// The domain to publish in; the environment's by default.
-        domain,
-        /// The device that holds the samples; [`Device::preferred`] by default.
-        device,
-        /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is
-        /// taken as needed, in regions that double. Slots held by stopped or leaving subscribers
-        /// may come on top, at most as much again.
-        memory_limit,
-        /// How long a subscriber may take to attach before its connection is closed: 5 s by
-        /// default.
-        handshake_timeout,
-        allow_uids,
-        allow_gids,
-    }
-
-    pub(super) fn new(name: &str) -> PublisherBuilder {
-        PublisherBuilder {
-            name: name.to_string(),
-            kind: Kind::Publisher,
-            shared: EndpointOptions::default(),
-            policy: Policy::Block {
-                timeout: Duration::from_secs(5),
-            },
-            policy_of: None,
-            depth: 16,
-            history: 0,
-            timestamps: false,
-            forwards: None,
-            loan_timeout: Duration::from_secs(5),
-            evict_after: None,
-            observer: None,
-            replies: 0,
-        }
-    }
-
+pub struct PublisherOptions {
+    /// The domain to publish in; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device that holds the samples; [`Device::preferred`] by default.
+    pub device: Option<Device>,
+    /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is taken as
+    /// needed, in regions that double. Slots held by stopped or leaving subscribers may come on
+    /// top, at most as much again.
+    pub memory_limit: u64,
     /// How many samples each subscriber may have been given and not released: 1 to 4096, 16 by
     /// default.
-    pub fn depth(mut self, samples: u32) -> Self {
-        self.depth = samples;
-        self
-    }
-
+    pub depth: u32,
     /// The action when a subscriber's ring is full: [`Policy::Block`] for 5 s by default.
-    pub fn policy(mut self, policy: Policy) -> Self {
-        self.policy = policy;
-        self
-    }
-
-    /// A policy for each subscriber, chosen by its credentials.
-    pub fn policy_of(
-        mut self,
-        choose: impl Fn(&PeerCredentials) -> Policy + Send + Sync + 'static,
-    ) -> Self {
-        self.policy_of = Some(Arc::new(choose));
-        self
-    }
-
+    pub policy: Policy,
+    /// Chooses a policy for each subscriber by its credentials, in place of `policy`.
+    pub policy_of: Option<PolicyOf>,
     /// How many of the last samples a late subscriber gets first: 0 by default, at most the depth.
-    pub fn history(mut self, samples: u32) -> Self {
-        self.history = samples;
-        self
-    }
-
+    pub history: u32,
     /// Whether samples say when they were sent, and received: see
-    /// [`Sample::sent_at_ns`](crate::Sample::sent_at_ns). Not by default: each costs a look
-    /// at the clock, and the time is a word more in each entry of the ring.
-    pub fn timestamps(mut self, stamps: bool) -> Self {
-        self.timestamps = stamps;
-        self
-    }
-
-    /// This publisher forwards the samples of another one under their numbers: `source` is its
+    /// [`Sample::sent_at_ns`](crate::Sample::sent_at_ns). Not by default: each costs a look at the
+    /// clock, and the time is a word more in each entry of the ring.
+    pub timestamps: bool,
+    /// This publisher forwards the samples of another one under their numbers: this is its
     /// [`publisher_source`](crate::Subscriber::publisher_source).
     /// [`Publisher::skip_to`](crate::Publisher::skip_to) may leave out numbers, and subscribers
     /// accept a gap under every policy. A subscriber that follows the name from one forwarder of a
     /// source to the next one sees the numbers go on: it is told how many samples are missing in
     /// between, and receives none twice.
     #[doc(hidden)] // For the bridge.
-    pub fn forwards(mut self, source: [u8; 16]) -> Self {
-        self.forwards = Some(source);
-        self
-    }
-
+    pub forwards: Option<[u8; 16]>,
     /// How long [`Publisher::loan`](crate::Publisher::loan) waits for memory that is in use: 5 s by
     /// default.
-    pub fn loan_timeout(mut self, timeout: Duration) -> Self {
-        self.loan_timeout = timeout;
-        self
-    }
-
+    pub loan_timeout: Duration,
     /// Close the link of a subscriber that has given no sign of life for this long; never by
     /// default. Its samples stay untouched until it releases them or dies. Counted in steps of 200
     /// ms in which this process itself runs; at least 500 ms.
-    pub fn evict_after(mut self, silence: Option<Duration>) -> Self {
-        self.evict_after = silence;
-        self
-    }
-
+    pub evict_after: Option<Duration>,
+    /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
+    pub handshake_timeout: Duration,
     /// The most subscribers at once: 256 by default. Half of them may be of one user other than
     /// this process's own, and a quarter, or 64 if that is more, in one other process. A subscriber
     /// counts from its `Hello` until it has left and released all its samples, or is proven dead.
     /// Beyond the limit a new one gets [`HandshakeFault::Full`](crate::HandshakeFault::Full).
-    pub fn subscribers_max(mut self, subscribers: u32) -> Self {
-        self.shared.access.limits = PeerLimits::of(subscribers);
-        self
-    }
+    pub subscribers_max: u32,
+    /// Admits these users beside this process's own. The domain directory must admit them, too.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
+}
 
-    /// The kind of this endpoint, as processes that open it see it.
-    pub(crate) fn kind(mut self, kind: Kind) -> Self {
-        self.kind = kind;
-        self
-    }
+opaque_debug!(PublisherOptions {
+    domain,
+    device,
+    depth,
+    policy,
+    history
+});
 
-    /// For an owner that chooses which subscriber gets which sample: `observer` is notified of
-    /// every subscriber that comes or goes.
-    pub(crate) fn observed_by(mut self, observer: &Arc<SubscriberChanges>) -> Self {
-        self.observer = Some(observer.clone());
-        self
+impl Default for PublisherOptions {
+    fn default() -> PublisherOptions {
+        PublisherOptions {
+            domain: None,
+            device: None,
+            memory_limit: MEMORY_LIMIT,
+            depth: 16,
+            policy: Policy::Block {
+                timeout: Duration::from_secs(5),
+            },
+            policy_of: None,
+            history: 0,
+            timestamps: false,
+            forwards: None,
+            loan_timeout: Duration::from_secs(5),
+            evict_after: None,
+            handshake_timeout: HANDSHAKE_TIMEOUT,
+            subscribers_max: 256,
+            allow_uids: Vec::new(),
+            allow_gids: Vec::new(),
+        }
     }
+}
 
-    /// With an observer: each subscriber sends replies, over a ring of this depth.
-    pub(crate) fn replies(mut self, depth: u32) -> Self {
-        self.replies = depth;
-        self
+impl PublisherOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> PublisherOptions {
+        PublisherOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..PublisherOptions::default()
+        }
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -234,14 +177,38 @@ impl PublisherBuilder {
             .as_ref()
             .map_or(self.policy, |choose| choose(&peer))
     }
+
+    pub(super) fn access_policy(&self) -> AccessPolicy {
+        AccessPolicy {
+            uids: self.allow_uids.clone(),
+            gids: self.allow_gids.clone(),
+            limits: PeerLimits::of(self.subscribers_max),
+        }
+    }
 }
 
-impl fmt::Debug for PublisherBuilder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PublisherBuilder")
-            .field("name", &self.name)
-            .field("depth", &self.depth)
-            .finish_non_exhaustive()
+/// What a publisher is for, as the part of another endpoint.
+#[derive(Clone)]
+pub(crate) struct PublisherRole {
+    /// The kind of this endpoint, as processes that open it see it.
+    pub(crate) kind: Kind,
+    /// Receives the changes of the set of subscribers, for an owner that chooses which subscriber
+    /// gets which sample. With an observer, each sample also signals its slot's fence word, so that
+    /// it can be forwarded.
+    pub(crate) observer: Option<Arc<SubscriberChanges>>,
+    /// The depth of the ring of each subscriber's replies, which the observer's owner receives; 0
+    /// for none.
+    pub(crate) replies: u32,
+}
+
+impl PublisherRole {
+    /// An endpoint of this kind, without an observer.
+    pub(crate) fn of(kind: Kind) -> PublisherRole {
+        PublisherRole {
+            kind,
+            observer: None,
+            replies: 0,
+        }
     }
 }
 
