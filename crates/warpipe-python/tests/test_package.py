@@ -235,7 +235,7 @@ WITHOUT_COUNTERPART = {
     "Language": "the messages are in the words of Python",
     "PeerCredentials": "of `policy_of`, which would run Python where subscribers are accepted",
     **dict.fromkeys(["Kernel", "KernelLaunch", "HostKernel"], "kernels are the frameworks'"),
-    **dict.fromkeys(["AllocationStats", "OpenAllocation"], "in warpipe.torch"),
+    "AllocationStats": "in warpipe.torch",
     **dict.fromkeys(
         ["DeviceFault", "HandleFault", "HandshakeFault", "Expiry", "Holder", "JobEnd", "PeerLimit",
          "PointerKind", "WeightsFault", "WeightsDifference"],
