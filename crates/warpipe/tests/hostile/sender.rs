@@ -15,7 +15,7 @@ use super::stage::{
     send_raw, stream,
 };
 use crate::ipc::domain::EndpointName;
-use crate::ipc::message::{CloseReason, Message, Received};
+use crate::ipc::message::{CloseReason, Message, Received, wait_readable};
 use crate::pubsub::entry::{Description, Metadata};
 use crate::pubsub::place::Place;
 use crate::pubsub::ring::SenderRing;
@@ -358,6 +358,27 @@ fn a_wait_for_a_silent_owner_of_memory_can_be_cancelled_and_takes_nothing() {
     let expired = subscriber.receive(&stream(), LONG).unwrap_err();
     assert_ne!(expired.kind(), ErrorKind::Timeout, "{expired}");
     assert!(!subscriber.receive(&stream(), LONG).unwrap().is_in_place());
+}
+
+/// An event loop that asks for the descriptor before each sleep.
+#[test]
+fn a_poller_sleeps_while_a_silent_owner_is_asked_for_memory_and_more_samples_have_come() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    let silent = EndpointName::new("silent").unwrap();
+    let _claim = scratch.domain.claim(&silent, false).unwrap();
+    let (name, incarnation, offset) = ("silent", [1; 16], 0);
+    fake.send_in_place(&Place::Published {
+        name,
+        incarnation,
+        offset,
+    });
+    fake.send(|_| ());
+    eventually("it sleeps", || {
+        let poll = subscriber.receive(&stream(), Duration::ZERO).optional();
+        assert!(matches!(poll, Ok(None)), "{poll:?}");
+        !wait_readable(subscriber.as_fd(), Duration::ZERO)
+    });
 }
 
 #[test]

@@ -142,10 +142,11 @@ impl AsFd for Subscriber {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.is_polled.store(true, Ordering::Relaxed);
         self.set_asleep(true);
+        // While the owner of memory is asked, samples wait behind that one, and the answer rings.
         if self
             .attached
             .as_ref()
-            .is_none_or(|at| at.taken.is_some() && at.asked.is_none() || at.ring.may_have_news())
+            .is_none_or(|at| at.asked.is_none() && (at.taken.is_some() || at.ring.may_have_news()))
         {
             self.at.doorbell.ring();
         }
