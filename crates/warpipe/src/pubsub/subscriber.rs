@@ -295,9 +295,9 @@ impl Subscriber {
     /// the memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
     /// for a sample [in place](Sample::is_in_place) with memory that cannot be opened, which is
     /// missing before the next one, the errors of [`LegacyHandle::open`](crate::LegacyHandle::open)
-    /// and [`Ticket::open`](crate::Ticket::open), and in place of their `PeerGone`
-    /// [`Error::SampleLost`]; an owner that does not answer within 5 s is [`Error::Handshake`], and
-    /// the sample stays the next;
+    /// and [`Ticket::open`](crate::Ticket::open), and in place of those of [`ErrorKind::PeerGone`]
+    /// [`Error::SampleLost`]; an owner that does not answer within 5 s is [`Error::Handshake`],
+    /// and the sample stays the next;
     /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
     /// [`Error::Forked`]; errors of the device.
     pub fn receive<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Sample> {

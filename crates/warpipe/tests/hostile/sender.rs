@@ -381,6 +381,34 @@ fn a_poller_sleeps_while_a_silent_owner_is_asked_for_memory_and_more_samples_hav
     });
 }
 
+/// As an owner that dies: what connects to it is closed before its name is free.
+#[test]
+fn memory_of_an_owner_that_closes_connections_unanswered_is_lost_with_its_sample() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    let dying = EndpointName::new("dying").unwrap();
+    let claim = scratch.domain.claim(&dying, false).unwrap();
+    let (name, incarnation, offset) = ("dying", [1; 16], 0);
+    fake.send_in_place(&Place::Published {
+        name,
+        incarnation,
+        offset,
+    });
+    let lost = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..2 {
+                assert!(wait_readable(claim.listener().as_fd(), LONG));
+                drop(rustix::net::accept(claim.listener()).unwrap());
+            }
+        });
+        subscriber.receive(&stream(), LONG).unwrap_err()
+    });
+    assert!(
+        matches!(lost, Error::SampleLost { sequence: 1, .. }),
+        "{lost}"
+    );
+}
+
 #[test]
 fn an_unannounced_region_times_out_with_an_error() {
     let scratch = Scratch::new();

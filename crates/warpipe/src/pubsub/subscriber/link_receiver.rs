@@ -182,9 +182,9 @@ impl LinkReceiver {
             Err(error) => {
                 // It is given back once its data is complete.
                 self.link.keep(taken.receipt.position);
-                return Err(match error {
-                    Error::PeerGone { .. } => self.link.lost(taken.receipt.sequence),
-                    error => error,
+                return Err(match error.kind() {
+                    ErrorKind::PeerGone => self.link.lost(taken.receipt.sequence),
+                    _ => error,
                 });
             }
         }
