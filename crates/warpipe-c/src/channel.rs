@@ -213,7 +213,8 @@ pub unsafe extern "C" fn warpipe_publisher_create(
             subscribers_max: number(options.subscribers_max, default.subscribers_max),
             allow_uids,
             allow_gids,
-            ..default
+            policy_of: None,
+            forwards: None,
         };
         Ok(Publisher::new(name, options)?)
     };

@@ -178,7 +178,7 @@ impl Subscriber {
     /// received (not with ``reconnect``); for a tensor that was sent in place
     /// ``SampleLostError``, ``HandleError``, ``TicketExpiredError``, and, of a publisher that is
     /// stopped, ``HandshakeError``: the frame stays the next; ``LinkClosedError``,
-    /// ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
+    /// ``ProtocolError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
         let timeout = timeout.or(self.inbox.timeout);

@@ -236,8 +236,9 @@ pub enum Error {
         /// The sender's process id.
         pid: i32,
     },
-    /// The link has ended and its peer lives: this side has closed it, for a reason that was
-    /// reported when it happened, or the publisher evicted a subscriber that did not answer.
+    /// The link has ended and its peer may live: this side has closed it, for a reason that was
+    /// reported when it happened, or the publisher has closed this subscriber's link alone, or a
+    /// kernel ring has stopped.
     #[error("the link to {name:?} is closed: {reason}")]
     LinkClosed {
         /// The kind of the endpoint.

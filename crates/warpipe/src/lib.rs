@@ -9,8 +9,8 @@
 //! use std::time::Duration;
 //! use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 //! # let folder = std::env::temp_dir().join(format!("warpipe-tour-{}", std::process::id()));
-//! let domain = Domain::at(&folder)?; // left out, it comes from the environment
-//! let device = Device::host(); // left out, it is the first GPU, else the host
+//! let domain = Domain::at(&folder)?; // `PublisherOptions::default()` takes the environment's,
+//! let device = Device::host(); // and the first GPU, else the host
 //! let publisher = Publisher::new("tour", PublisherOptions::at(&domain, &device))?;
 //! let mut subscriber = Subscriber::new("tour", SubscriberOptions::at(&domain, &device))?;
 //!
@@ -25,7 +25,9 @@
 //! ```
 //!
 //! Here both ends are in one process, so that the example runs as it stands; in two processes the
-//! lines are the same. The example programs in `examples/` start their processes themselves.
+//! lines are the same. The example programs in `examples/` start their processes themselves. Options
+//! are structs with public fields: name those that you set, and end with
+//! `..PublisherOptions::at(&domain, &device)` or `..PublisherOptions::default()`.
 //!
 //! # Choose by the job
 //!

@@ -23,7 +23,7 @@ pub(super) const CASES: &[Case] = &[
         in_order_of_submission,
     ),
     Case::new(
-        "results come in completion order if the queue is built so",
+        "results come in completion order if the queue's options say so",
         as_completed,
     ),
     Case::new(

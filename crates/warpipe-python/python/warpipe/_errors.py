@@ -141,8 +141,8 @@ class SampleLostError(ConnectionError):
 
 
 class LinkClosedError(ConnectionError):
-    """The link has ended and its peer lives: this side has closed it, for a reason that was told when it happened, or the
-    publisher evicted a subscriber that did not answer."""
+    """The link has ended and its peer may live: this side has closed it, for a reason that was told when it happened,
+    or the publisher has closed this subscriber's link alone, or a kernel ring has stopped."""
 
 
 class NotFoundError(ConnectionError, ConnectionRefusedError):

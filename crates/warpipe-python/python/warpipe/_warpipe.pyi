@@ -492,7 +492,7 @@ class _Subscriber(_Named):
         received (not with ``reconnect``); for a tensor that was sent in place
         ``SampleLostError``, ``HandleError``, ``TicketExpiredError``, and, of a publisher that is
         stopped, ``HandshakeError``: the frame stays the next; ``LinkClosedError``,
-        ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
+        ``ProtocolError``, ``ClosedError``, ``DriverError``.
         """
     def try_receive(self) -> Sample | None:
         """The next frame if there is one, else None.

@@ -62,8 +62,7 @@ impl AllocationClient {
     /// # Errors
     /// [`Error::NotFound`] for a share that was opened already, or withdrawn; [`Error::Timeout`];
     /// [`Error::PeerGone`]; [`Error::Argument`] beyond 16,384 shares at once;
-    /// [`Error::Device`], [`Error::Handle`], [`Error::Device`],
-    /// [`Error::Os`], [`Error::Driver`].
+    /// [`Error::Device`], [`Error::Handle`], [`Error::Os`], [`Error::Driver`].
     pub fn open_share<'w>(&self, number: u64, wait: impl Into<Wait<'w>>) -> Result<LentBuffer> {
         let wait = wait.into();
         match self.session.ask(number, &wait, &wait)? {

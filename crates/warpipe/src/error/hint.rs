@@ -83,7 +83,7 @@ impl Error {
             }
             Error::ForeignFile { .. } => "it is left alone: move it away, or take another name",
             Error::NameTaken { .. } => "stop it or take another name",
-            Error::NotFound { kind, .. } => of_nobody(*kind),
+            Error::NotFound { kind, .. } => of_absent(*kind),
             Error::OtherKind { .. } => "take the right name, or open it as what it is",
             Error::Refused { denied: true, .. } => {
                 "ask its owner to allow the uid or gid, and to let others pass the folder of its domain (chmod 711)"
@@ -114,7 +114,7 @@ impl Error {
                 HandshakeFault::Version { .. } | HandshakeFault::Lifeline(_) => ONE_VERSION,
                 HandshakeFault::Device { .. } => "choose the same backend on both sides",
                 HandshakeFault::Full { .. } => {
-                    "close a link, or raise the limit where the endpoint is built"
+                    "close a link, or raise the limit in the endpoint's options"
                 }
                 HandshakeFault::NoRoom(_) => "close something there, or raise its limits",
                 HandshakeFault::Closed => "it may be shutting down: try again",
@@ -294,7 +294,7 @@ fn of_kind(call: &str, kind: ErrorKind) -> &'static str {
 }
 
 /// The next step where no process has the name.
-fn of_nobody(kind: Kind) -> &'static str {
+fn of_absent(kind: Kind) -> &'static str {
     match kind {
         Kind::Publisher => "start the publisher, or {wait_for_publisher}",
         Kind::Weights => {

@@ -168,16 +168,17 @@ impl Members {
         with_endpoints(list, &shared.domain)
     }
 
-    /// The next change; `None` if there was none before the wait was over. The members that were present when the watch began come first, as [`Joined`](Change::Joined).
+    /// The next change; `None` if there was none before the wait was over. The members that were
+    /// present when the watch began come first, as [`Joined`](Change::Joined).
     ///
     /// # Errors
-    /// [`Error::Argument`] if this watch has callbacks, which get the changes; [`Error::Forked`].
+    /// [`Error::Argument`] if this watch has a callback, which gets the changes; [`Error::Forked`].
     pub fn changes<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Option<Change>> {
         let shared = &self.watch.get()?.shared;
         if self.calls_back {
             return Err(Error::argument(
                 "changes",
-                "asked of a watch with callbacks",
+                "asked of a watch with a callback",
                 "either the one or the other",
             ));
         }

@@ -51,7 +51,7 @@ impl Ticket {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Os`]; [`Error::Os`].
+    /// [`Error::Os`].
     pub fn write_file(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let failed =

@@ -15,7 +15,8 @@ use crate::ipc::{
 };
 use crate::options::{chosen_domain, serve};
 
-/// The options with which [`Memory::publish`] publishes memory.
+/// The options with which [`Memory::publish`] publishes memory; those of a channel are
+/// [`PublisherOptions`](crate::PublisherOptions).
 #[derive(Debug, Clone)]
 pub struct PublishOptions {
     /// The domain to publish in; the environment's by default.
@@ -52,7 +53,8 @@ impl PublishOptions {
 }
 
 impl Memory {
-    /// Publishes it under a name. From now on tickets can be opened.
+    /// Publishes it under a name: for reading, by this user, unless the options say more. From now
+    /// on tickets can be opened.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
@@ -67,7 +69,7 @@ impl Memory {
             export: memory.mapping.region().export()?,
         });
         let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
-        let server = serve(&options.domain, &name, Kind::Memory, access, handler)?;
+        let server = serve(&Some(domain.clone()), &name, Kind::Memory, access, handler)?;
         let generation = server.server_core().generation();
         memory.mapping.region().identify(generation, PUBLISHED_ID);
         // A ticket that is opened in this process finds this mapping, without a call of the driver.

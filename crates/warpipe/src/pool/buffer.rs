@@ -41,7 +41,8 @@ pub struct PoolOptions {
     /// The most that each of these users may have, whatever `user_quota` says. The pool's own user
     /// may be one of them, and has no quota otherwise.
     pub quota_for: HashMap<u32, Quota>,
-    /// The most peers at once: 256 by default.
+    /// The most peers at once: 256 by default. At most 128 of them may be of one user other than the
+    /// pool's own, and 64 in one other process.
     pub peers_max: u32,
     /// Admits these users beside the owner's. The domain directory must admit them, too. Each user
     /// gets regions of its own, so that no process of another one can map its blocks; `user_quota`
@@ -82,7 +83,6 @@ impl PoolOptions {
 /// Memory that is handed out in blocks, to this process and to others. Cheap to clone: all clones
 /// are one pool. The drop of its last clone releases its name, and peers get no more memory. Blocks
 /// in use stay valid until they are released.
-///
 ///
 /// ```
 /// use std::time::Duration;

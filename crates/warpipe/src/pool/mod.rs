@@ -1,8 +1,8 @@
 //! A pool: memory of one process, handed out in blocks to this process and to its peers.
 //!
 //! The owner allocates ([`Pool`], [`Buffer`]) and lends blocks by ticket. A peer opens a ticket
-//! ([`LentBuffer`](crate::LentBuffer)) or allocates from the owner's memory ([`PoolClient`]): both are claims
-//! ([`lend`](crate::lend)). The owner's fence words, which peers can read, say when a block has been
+//! ([`LentBuffer`](crate::LentBuffer)) or allocates from the owner's memory ([`PoolClient`]): both
+//! are claims ([`lend`](crate::lend)). The owner's fence words, which peers can read, say when a block has been
 //! cleared. A block is free when all its users have released it and their work is done: the owner's
 //! fence words, a borrower's word, or a dead borrower's proof of death with a fence on the owner's
 //! streams show it. Each user has regions of its own, and may have a quota (`users`).

@@ -70,7 +70,8 @@ pub struct PublisherOptions {
     pub depth: u32,
     /// The action when a subscriber's ring is full: [`Policy::Block`] for 5 s by default.
     pub policy: Policy,
-    /// Chooses a policy for each subscriber by its credentials, in place of `policy`.
+    /// Chooses a policy for each subscriber by its credentials, in place of `policy`: none by
+    /// default, else `Some(Arc::new(|peer| ..))`.
     pub policy_of: Option<PolicyOf>,
     /// How many of the last samples a late subscriber gets first: 0 by default, at most the depth.
     pub history: u32,
@@ -187,7 +188,7 @@ impl PublisherOptions {
     }
 }
 
-/// What a publisher is for, as the part of another endpoint.
+/// The role of a publisher: by itself, or as the part of another endpoint.
 #[derive(Clone)]
 pub(crate) struct PublisherRole {
     /// The kind of this endpoint, as processes that open it see it.

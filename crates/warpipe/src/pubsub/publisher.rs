@@ -67,7 +67,7 @@ impl Publisher {
         Publisher::with_role(name, options, PublisherRole::of(Kind::Publisher))
     }
 
-    /// The publisher that is a part of another endpoint.
+    /// A publisher in this role: by itself, or as the part of another endpoint.
     pub(crate) fn with_role(
         name: &str,
         options: PublisherOptions,
@@ -260,7 +260,7 @@ impl Publisher {
     ///
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) for a number that has been given, or is 0, and
-    /// for a publisher that was built without [`forwards`](PublisherOptions::forwards);
+    /// for a publisher without [`forwards`](PublisherOptions::forwards) among its options;
     /// [`Error::Forked`](crate::Error::Forked).
     #[doc(hidden)] // For the bridge.
     pub fn skip_to(&self, sequence: u64) -> Result<()> {
@@ -272,7 +272,7 @@ impl Publisher {
         if !is_forwarder || !allowed.contains(&sequence) {
             let allowed = match is_forwarder {
                 true => format!("{} to {}", allowed.start(), allowed.end()),
-                false => "a publisher built with forwards(source)".into(),
+                false => "a publisher with the option `forwards`".into(),
             };
             return Err(Error::argument("sequence", sequence, allowed));
         }

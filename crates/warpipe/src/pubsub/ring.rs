@@ -4,7 +4,8 @@
 //! has the sample (TAKEN) or the sender has it back (REVOKED). A sample that is held long does not
 //! stop the ring: the sender skips its entry and marks it SKIPPED. All other stores have one writer
 //! at a time: only the sender writes `state_word` of an entry that is free or taken. The words are
-//! untrusted: a peer can write all of them. `docs/design/protocol.md` draws the bytes.
+//! untrusted: a peer can write all of them. `docs/design/protocol.md` draws the bytes;
+//! `verify/src/models/ring.rs` and `tests/hostile/ring_model.rs` check the ring.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
@@ -37,7 +38,7 @@ fn state_word(position: u64, state: u64) -> u64 {
 struct Sent {
     /// The position last published here; 0 for none.
     position: u64,
-    /// The sender has taken it back.
+    /// The sender has taken it back, or has published nothing there ([`forgo`](SenderRing::forgo)).
     revoked: bool,
 }
 
@@ -50,6 +51,7 @@ pub(crate) struct SenderRing {
     /// No receiver reads any more: a sample that the receiver held is over once its own data is
     /// complete.
     receiver_dead: bool,
+    /// Every signal for this link is proven to have been executed.
     signals_done: bool,
 }
 

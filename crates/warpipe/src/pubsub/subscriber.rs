@@ -131,8 +131,7 @@ impl Subscriber {
         Subscriber::to_kind(name, options, (Kind::Publisher, false), wait)
     }
 
-    /// A subscriber to another kind of endpoint than a publisher, and whether it sends replies to
-    /// it.
+    /// A subscriber to an endpoint of this kind, and whether it sends replies to it.
     pub(crate) fn to_kind<'w>(
         name: &str,
         options: SubscriberOptions,
@@ -288,18 +287,17 @@ impl Subscriber {
     /// until the sample's data is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::PeerGone`] once every sample that the publisher completed has
-    /// been received (not with `reconnect`); [`Error::LinkClosed`] when it evicted this
-    /// subscriber; [`Error::Protocol`], and
-    /// [`Error::Os`] or [`Error::DeviceMemory`] when this process lacks resources for
-    /// the memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
-    /// for a sample [in place](Sample::is_in_place) with memory that cannot be opened, which is
-    /// missing before the next one, the errors of [`LegacyHandle::open`](crate::LegacyHandle::open)
-    /// and [`Ticket::open`](crate::Ticket::open), and in place of those of [`ErrorKind::PeerGone`]
-    /// [`Error::SampleLost`]; an owner that does not answer within 5 s is [`Error::Handshake`],
-    /// and the sample stays the next;
-    /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
-    /// [`Error::Forked`]; errors of the device.
+    /// * [`Error::Timeout`]; [`Error::Forked`]; errors of the device; [`Error::Capturing`] for a
+    ///   stream that is being captured, and nothing is taken.
+    /// * [`Error::PeerGone`] once every sample that the publisher completed has been received (not
+    ///   with `reconnect`); [`Error::LinkClosed`] when the publisher has closed this link alone.
+    /// * [`Error::Protocol`], and [`Error::Os`] or [`Error::DeviceMemory`] when this process has no
+    ///   room for a region: these close the link, and later calls return [`Error::LinkClosed`].
+    /// * For a sample [in place](Sample::is_in_place) with memory that cannot be opened: the errors
+    ///   of [`LegacyHandle::open`](crate::LegacyHandle::open) and
+    ///   [`Ticket::open`](crate::Ticket::open), or [`Error::SampleLost`] where those are of
+    ///   [`ErrorKind::PeerGone`]. That sample alone is missing. While its owner does not answer,
+    ///   which is [`Error::Handshake`] after 5 s, it stays the next.
     pub fn receive<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Sample> {
         let _range = nvtx::range(nvtx::RECEIVE);
         self.check_stream(stream)?;
@@ -384,7 +382,9 @@ impl Subscriber {
 
     /// All samples until the publisher has gone, each waited for as long as `limit`: the iterator
     /// ends when the publisher closed gracefully, and returns the error once for any other end. A
-    /// timeout is no end, nor is a sample that is lost or cannot be opened.
+    /// timeout is no end, nor is a sample that is lost, or with memory that is gone
+    /// ([`Error::Handle`], [`Error::TicketExpired`]); behind another error of one sample
+    /// [`receive`](Self::receive) gives the next one.
     pub fn samples<'a>(&'a mut self, stream: &'a Stream, limit: Duration) -> Samples<'a> {
         Samples {
             subscriber: self,

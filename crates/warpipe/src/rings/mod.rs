@@ -310,8 +310,8 @@ impl KernelRing {
     pub const HEADER: &str = include_str!("../../include/warpipe/device.cuh");
 
     /// Creates the ring, takes its name (free again when the ring was dropped and its kernels are
-    /// done), and allocates its memory on the device: the slots, and one
-    /// unit of the device's memory (2 MiB on CUDA) for the parameters and for each consumer.
+    /// done), and allocates its memory on the device: the slots, and one unit of the device's memory
+    /// (2 MiB on CUDA) for the parameters and for each consumer.
     ///
     /// # Errors
     /// [`Error::Argument`], [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`],

@@ -30,8 +30,8 @@ struct AttemptState<T> {
 }
 
 impl<T: Send + 'static> Attempt<T> {
-    /// Calls `reach`, which ends early once its argument is cancelled. Rings the doorbell when there
-    /// is a result.
+    /// Calls `reach`, which ends early once its argument is cancelled. Rings the doorbell when
+    /// there is a result.
     pub(crate) fn start(
         name: &str,
         doorbell: Arc<LocalDoorbell>,

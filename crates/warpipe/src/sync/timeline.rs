@@ -228,8 +228,8 @@ impl Timeline {
     /// on the device for the previous one.
     ///
     /// # Errors
-    /// [`Error::Refused`] to all but the owner; [`Error::Argument`] unless it is above the last value;
-    /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
+    /// [`Error::Refused`] to all but the owner; [`Error::Argument`] unless it is above the last
+    /// value and at most [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
     /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] while the
     /// driver blocks another thread's signal (its stream's launch queue is full), and nothing was
     /// signalled; [`Error::Driver`].

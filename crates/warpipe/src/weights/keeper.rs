@@ -81,8 +81,8 @@ pub(super) enum KeeperNotice {
 pub struct KeeperOptions {
     /// The domain of its name; the environment's by default.
     pub domain: Option<Domain>,
-    /// Has these users, beside this process's own, open the weights that it offers, and do nothing
-    /// else with it. The domain directory must admit them, too. They get the memory itself, and
+    /// Lets these users, beside this process's own, open the weights that it offers, and do nothing
+    /// else with it; none by default. The domain directory must admit them, too. They get the memory itself, and
     /// could write to it: admit users that are trusted so far.
     pub allow_uids: Vec<u32>,
     /// Admits processes with one of these as their effective group. The kernel reports no
@@ -134,7 +134,7 @@ impl Keeper {
         let handler = Arc::new(core.clone());
         let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
         // Before the search: a process that becomes a holder from now on has asked this keeper.
-        let server = serve(&options.domain, &name, Kind::Weights, access, handler)?;
+        let server = serve(&Some(domain.clone()), &name, Kind::Weights, access, handler)?;
         let found = takeover::find(&domain, &name);
         let unanswered = found.as_ref().map_or(0, |found| found.unanswered);
         // Closed behind the lock.

@@ -102,10 +102,9 @@ impl SharedWeights {
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
     /// version; [`Error::PeerGone`] when it ends and no time is left to wait for the next one;
-    /// [`Error::Refused`] when it has no room for another session; [`Error::OtherKind`],
-    /// [`Error::Name`], [`Error::Refused`], [`Error::Handshake`]; [`Error::Protocol`] when
-    /// what it sends is damaged; [`Error::Device`] and [`Error::Device`] when the
-    /// device cannot map the memory; [`Error::Os`], [`Error::Driver`].
+    /// [`Error::Refused`], also when it has no room for another session; [`Error::OtherKind`],
+    /// [`Error::Name`], [`Error::Handshake`]; [`Error::Protocol`] when what it sends is damaged;
+    /// [`Error::Device`] when the device cannot map the memory; [`Error::Os`], [`Error::Driver`].
     pub fn open<'w>(
         name: &str,
         options: OpenOptions,

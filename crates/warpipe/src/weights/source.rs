@@ -73,9 +73,8 @@ impl Source {
     /// # Errors
     /// [`Error::WeightsFile`] for a file that is damaged, truncated or no safetensors file, a
     /// folder with several models or none, a tensor of two files, an index that does not fit its
-    /// files, and a file that is replaced meanwhile; [`Error::Os`] for a file that cannot be read;
-    /// [`Error::Os`]; [`Error::DeviceMemory`] when this process has no room for a
-    /// header.
+    /// files, and a file that is replaced meanwhile; [`Error::Os`], also for a file that cannot
+    /// be read; [`Error::DeviceMemory`] when this process has no room for a header.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Source> {
         let mut source = Source {
             files: Vec::new(),

@@ -1,6 +1,6 @@
 //! The imports of this process: each allocation is opened once, however many handles it has, and
-//! closed when no stream uses it. **This module is marked for unsafe**: it closes mappings, and makes
-//! slices of them.
+//! closed when no stream uses it. **This module is marked for unsafe**: it closes mappings, and
+//! makes slices of them.
 
 use std::ops::Deref;
 use std::sync::Arc;

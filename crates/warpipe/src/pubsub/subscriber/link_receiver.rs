@@ -165,9 +165,9 @@ impl LinkReceiver {
 
     /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not
     /// open: without a lock, because the driver may take long. False if there is none to open. A
-    /// sample that cannot be opened is released, and lost if its memory is gone with its sender: the
-    /// link's end is told behind the last sample. It stays the next while the owner of its memory is
-    /// asked, which is [`Error::Timeout`], and if that does not answer.
+    /// sample that cannot be opened is released; it is lost if its memory is gone with its sender.
+    /// It stays the next while the owner of its memory is asked ([`Error::Timeout`]), and also if
+    /// that owner does not answer in time.
     pub(super) fn open_taken(&mut self, at: &ConnectOptions) -> Result<bool> {
         let is_unopened = |taken: &mut RawSample| taken.location == TensorLocation::Unopened;
         let Some(mut taken) = self.taken.take_if(is_unopened) else {

@@ -159,7 +159,7 @@ enum EventRole {
 
 impl Event {
     /// Creates the event (`cuEventCreate` with `CU_EVENT_INTERPROCESS |
-    /// CU_EVENT_DISABLE_TIMING`). The first event of a process takes a name there, `events/` and 16
+    /// CU_EVENT_DISABLE_TIMING`). The first event of a process takes a name, `events/` and 16
     /// hexadecimal digits; the drop of the last one releases it. Events that admit other users have
     /// a name of their own. An event has no name: [`handle`](Self::handle) names it.
     ///

@@ -226,8 +226,7 @@ impl Semaphore {
     /// Opens the semaphore of this name.
     ///
     /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Timeout`];
-    /// [`Error::Refused`], also when it is for another kind of device; [`Error::Protocol`] for a
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Timeout`]; [`Error::Refused`], also when it is for another kind of device; [`Error::Protocol`] for a
     /// creator that is broken; [`Error::Driver`], [`Error::Os`].
     pub fn open<'w>(
         name: &str,
