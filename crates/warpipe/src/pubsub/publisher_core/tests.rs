@@ -444,7 +444,7 @@ fn a_publisher_that_forwards_nothing_refuses_to_skip_and_its_numbers_follow_each
     let refused = publisher.skip_to(5).unwrap_err();
     assert!(matches!(refused, Error::Argument { .. }), "{refused:?}");
     assert!(
-        refused.to_string().contains("forwards(source)"),
+        refused.to_string().contains("the option `forwards`"),
         "{refused}"
     );
     let mut subscriber = stage.subscriber();
