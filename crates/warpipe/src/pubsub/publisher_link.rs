@@ -74,6 +74,7 @@ impl LinkFault {
     }
 }
 
+/// The error of a link that has ended although its publisher may live.
 fn closed(name: String, reason: String) -> Error {
     let kind = Kind::Publisher;
     Error::LinkClosed { kind, name, reason }
