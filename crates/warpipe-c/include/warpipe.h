@@ -2518,7 +2518,8 @@ warpipe_status warpipe_timeline_open(const char *name,
 // WARPIPE_INVALID_INPUT unless the value is above the last one and at most
 // WARPIPE_TIMELINE_VALUE_MAX, or for a stream of another device; WARPIPE_REFUSED for a
 // timeline that was opened; WARPIPE_INVALID_STATE for a stream that is being captured;
-// WARPIPE_TIMEOUT after 10 s in which the driver blocks another thread's signal; WARPIPE_DEVICE_FAILED.
+// WARPIPE_TIMEOUT after 10 s in which the driver blocks another thread's signal;
+// WARPIPE_DEVICE_FAILED.
 //
 // Requires: stream is a stream of the timeline's device.
 warpipe_status warpipe_timeline_signal(const warpipe_timeline *timeline,

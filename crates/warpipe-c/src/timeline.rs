@@ -112,7 +112,8 @@ pub unsafe extern "C" fn warpipe_timeline_open(
 /// `WARPIPE_INVALID_INPUT` unless the value is above the last one and at most
 /// `WARPIPE_TIMELINE_VALUE_MAX`, or for a stream of another device; `WARPIPE_REFUSED` for a
 /// timeline that was opened; `WARPIPE_INVALID_STATE` for a stream that is being captured;
-/// `WARPIPE_TIMEOUT` after 10 s in which the driver blocks another thread's signal; `WARPIPE_DEVICE_FAILED`.
+/// `WARPIPE_TIMEOUT` after 10 s in which the driver blocks another thread's signal;
+/// `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `stream` is a stream of the timeline's device.
