@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::{Outcome, counts};
+use crate::Outcome;
+use crate::counts::{self, Counts};
 
 /// Lines kept of one program: enough for the results of some thousand test programs.
 const LINES_MAX: usize = 20_000;
@@ -18,12 +19,24 @@ const LINES_MAX: usize = 20_000;
 /// pipe.
 const DRAIN: Duration = Duration::from_secs(5);
 
-/// The failures that the programs of the current step have printed.
+/// The failures of the current step: what its programs have printed, and what was found without one.
 static FAILURES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Takes what the programs that failed since the last call have printed of their failures.
+/// Takes the failures since the last call.
 pub fn take_failures() -> Vec<String> {
     std::mem::take(&mut FAILURES.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Says that a check has failed, now and in the report at the end.
+pub fn check_failed(what: &str) -> Counts {
+    println!("failed: {what}");
+    note_failures([format!("failed: {what}")]);
+    Counts::ONE_FAILED
+}
+
+fn note_failures(lines: impl IntoIterator<Item = String>) {
+    let mut failures = FAILURES.lock().unwrap_or_else(PoisonError::into_inner);
+    failures.extend(lines);
 }
 
 /// A program to run.
@@ -105,10 +118,9 @@ impl Task {
             .cloned()
             .collect();
         if !status.success() {
-            FAILURES
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .extend(counts::failures(&lines));
+            // A program that a signal ended may have printed nothing.
+            note_failures([format!("{name}: {status}")]);
+            note_failures(counts::failures(&lines));
         }
         Ok(Finished {
             success: status.success(),

@@ -10,7 +10,7 @@ use super::dist;
 use crate::Outcome;
 use crate::counts::Counts;
 use crate::environment::{Packages, environment, succeeds};
-use crate::process::Task;
+use crate::process::{Task, check_failed};
 use crate::suite::place_fake_driver;
 use crate::workspace::Workspace;
 
@@ -154,8 +154,7 @@ fn refuse(program: &Path) -> Counts {
         });
         if !is_refused {
             let message = finished.err().unwrap_or("its output is above".into());
-            println!("failed: {name} {}: {message}", mistake.join(" "));
-            return Counts::ONE_FAILED;
+            return check_failed(&format!("{name} {}: {message}", mistake.join(" ")));
         }
     }
     Counts::ONE_PASSED
@@ -178,6 +177,5 @@ fn apply(program: &Path, device: &str, driver: Option<&Path>) -> Counts {
         return Counts::ONE_PASSED;
     }
     let message = finished.err().unwrap_or("its output is above".into());
-    println!("failed: {name}, {device}: {message}");
-    Counts::ONE_FAILED
+    check_failed(&format!("{name}, {device}: {message}"))
 }

@@ -10,7 +10,7 @@ use super::{dist, tests};
 use crate::Outcome;
 use crate::counts::Counts;
 use crate::pages::{self, CSnippet};
-use crate::process::Task;
+use crate::process::{Task, check_failed};
 use crate::workspace::Workspace;
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -70,10 +70,7 @@ pub fn check(workspace: &Workspace) -> Outcome<Counts> {
         }
         match hold(snippet, &folder.join(number.to_string()), &tree) {
             Ok(()) => counts += Counts::ONE_PASSED,
-            Err(message) => {
-                println!("failed: {}: {message}", snippet.place);
-                counts += Counts::ONE_FAILED;
-            }
+            Err(message) => counts += check_failed(&format!("{}: {message}", snippet.place)),
         }
     }
     Ok(counts)

@@ -10,7 +10,7 @@ use super::dist;
 use crate::Outcome;
 use crate::counts::Counts;
 use crate::environment::succeeds;
-use crate::process::Task;
+use crate::process::{Task, check_failed};
 use crate::suite::place_fake_driver;
 use crate::workspace::Workspace;
 
@@ -148,12 +148,8 @@ impl Tests {
         match outcome {
             Ok(()) => Counts::ONE_PASSED,
             Err(message) => {
-                println!(
-                    "failed: {name}, {}, {}: {message}",
-                    variant.name(),
-                    place.name()
-                );
-                Counts::ONE_FAILED
+                let (variant, place) = (variant.name(), place.name());
+                check_failed(&format!("{name}, {variant}, {place}: {message}"))
             }
         }
     }
@@ -222,9 +218,14 @@ impl Tests {
         if !finished.success {
             return Err("it failed; its output is above".into());
         }
-        match fs::read_dir(&domain).map(Iterator::count) {
-            Ok(0) => Ok(()),
-            _ => Err("it left files in its domain".into()),
+        let unreadable = |error| format!("{}: {error}", domain.display());
+        let left: Vec<_> = fs::read_dir(&domain)
+            .map_err(unreadable)?
+            .map(|entry| entry.map(|entry| entry.file_name()))
+            .collect();
+        match left.as_slice() {
+            [] => Ok(()),
+            left => Err(format!("it left files in its domain: {left:?}")),
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::Outcome;
 use crate::c;
 use crate::counts::Counts;
 use crate::environment::succeeds;
-use crate::process::Task;
+use crate::process::{Task, check_failed};
 use crate::workspace::Workspace;
 
 const SOURCE: &str = "crates/warpipe-c/tests/c/threads.c";
@@ -54,8 +54,9 @@ pub fn run(workspace: &Workspace) -> Outcome<Counts> {
         counts += if (success, found > 0) == (!is_racy, is_racy) {
             Counts::ONE_PASSED
         } else {
-            println!("failed: threads.c, {name}: {found} reports, and its end is above");
-            Counts::ONE_FAILED
+            check_failed(&format!(
+                "threads.c, {name}: {found} reports, and its end is above"
+            ))
         };
     }
     Ok(counts)

@@ -115,7 +115,9 @@ int main(int count, char **arguments) {
   warpipe_subscriber_info subscriber;
   size_t subscribers = 0;
   OK(warpipe_publisher_list_subscribers(publisher, &subscriber, 1, &subscribers));
-  CHECK(subscribers == 1 && subscriber.pid == child && subscriber.state == WARPIPE_PEER_ALIVE);
+  CHECK(subscribers == 1 && subscriber.pid == child);
+  // One that a slow machine or valgrind keeps from running for a second is alive, too.
+  CHECK(subscriber.state == WARPIPE_PEER_ALIVE || subscriber.state == WARPIPE_PEER_STALLED);
 
   for (uint64_t number = 1; number <= SAMPLES; number++) {
     const uint64_t shape[2] = {3, number % 7 + 1};
