@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <warpipe.h>
 
@@ -22,6 +23,16 @@
   } while (0)
 
 #define OK(call) CHECK((call) == WARPIPE_OK)
+
+// As OK, where the program is ending already.
+#define OK_AT_EXIT(call)                                                                           \
+  do {                                                                                             \
+    if ((call) != WARPIPE_OK) {                                                                    \
+      fprintf(stderr, "%s:%d: %s (last error: %s)\n", __FILE__, __LINE__, #call,                   \
+              warpipe_error_message());                                                            \
+      _exit(1);                                                                                    \
+    }                                                                                              \
+  } while (0)
 
 // The call fails with this status, and its message has this text in it.
 #define FAILS(call, status, text)                                                                  \

@@ -145,10 +145,10 @@ static void *end_with_an_object(void *argument) {
 
 static warpipe_device *last_device;
 static void at_exit(void) {
-  if (warpipe_device_close(last_device) != WARPIPE_OK) _exit(2);
+  OK_AT_EXIT(warpipe_device_close(last_device));
   warpipe_device *device = NULL;
-  if (warpipe_device_open("host", &device) != WARPIPE_OK) _exit(3);
-  if (warpipe_device_close(device) != WARPIPE_OK) _exit(4);
+  OK_AT_EXIT(warpipe_device_open("host", &device));
+  OK_AT_EXIT(warpipe_device_close(device));
 }
 
 int main(void) {
