@@ -601,19 +601,20 @@ fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance()
     let name = "a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance";
     alone(module_path!(), name, || {
         let place = Place::new("at-once");
-        let waits = |patience| {
+        let waits = |wait: Wait<'_>| {
             Subscriber::wait_for(
                 "camera",
                 SubscriberOptions::at(&place.domain, &place.device),
-                patience,
+                wait,
             )
         };
         let publisher = place.publisher();
         let before = MADE.load(Ordering::SeqCst);
-        drop(waits(LONG).unwrap());
+        drop(waits(LONG.into()).unwrap());
         assert_eq!(MADE.load(Ordering::SeqCst), before);
         drop(publisher);
-        let absent = waits(Duration::from_millis(1)).unwrap_err();
+        let is_made = || MADE.load(Ordering::SeqCst) > before;
+        let absent = waits(Wait::at_most(LONG).unless(&is_made)).unwrap_err();
         assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
         assert_eq!(MADE.load(Ordering::SeqCst), before + 1);
     });
