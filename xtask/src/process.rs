@@ -19,7 +19,7 @@ const LINES_MAX: usize = 20_000;
 /// pipe.
 const DRAIN: Duration = Duration::from_secs(5);
 
-/// The failures of the current step: what its programs have printed, and what was found without one.
+/// The failures of the current step: what its programs have printed, and what checks have found.
 static FAILURES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 /// Takes the failures since the last call.

@@ -4,7 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
 use std::io::Read;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
@@ -304,24 +304,11 @@ fn strays(before: &BTreeMap<i32, String>, folder: &Path) -> Vec<String> {
     };
     let new = descriptors()
         .into_iter()
-        .filter(|(fd, path)| before.get(fd) != Some(path));
-    // A listener is shut down before a thread closes it: a child that keeps it meanwhile keeps
-    // neither the name nor a connection.
-    new.filter(|(fd, path)| is_ours(path) && !is_shut_listener(*fd))
-        .map(|(_, path)| path.split('[').next().unwrap_or_default().to_string())
+        .filter(|(fd, path)| before.get(fd) != Some(path))
+        .map(|(_, path)| path);
+    new.filter(is_ours)
+        .map(|path| path.split('[').next().unwrap_or_default().to_string())
         .collect()
-}
-
-fn is_shut_listener(fd: i32) -> bool {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    // SAFETY: the child has this descriptor, and no other thread that could close it.
-    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    if !rustix::net::sockopt::socket_acceptconn(fd).unwrap_or(false) {
-        return false;
-    }
-    let mut ends = [PollFd::from_borrowed_fd(fd, PollFlags::empty())];
-    let ready = poll(&mut ends, Some(&Timespec::default()));
-    ready.is_ok() && ends[0].revents().contains(PollFlags::HUP)
 }
 
 /// The open descriptors, except the one that reads them.

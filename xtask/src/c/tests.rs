@@ -219,13 +219,12 @@ impl Tests {
             return Err("it failed; its output is above".into());
         }
         let unreadable = |error| format!("{}: {error}", domain.display());
-        let left: Vec<_> = fs::read_dir(&domain)
-            .map_err(unreadable)?
-            .map(|entry| entry.map(|entry| entry.file_name()))
-            .collect();
-        match left.as_slice() {
-            [] => Ok(()),
-            left => Err(format!("it left files in its domain: {left:?}")),
+        let entries = fs::read_dir(&domain).map_err(unreadable)?;
+        let names = entries.map(|entry| entry.map(|entry| entry.file_name()));
+        let left = names.collect::<Result<Vec<_>, _>>().map_err(unreadable)?;
+        match left.is_empty() {
+            true => Ok(()),
+            false => Err(format!("it left files in its domain: {left:?}")),
         }
     }
 }

@@ -18,7 +18,9 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, OFlags};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
+use rustix::net::{
+    AddressFamily, RecvFlags, ReturnFlags, Shutdown, SocketFlags, accept_with, sockopt,
+};
 
 use crate::fork::per_process::PerProcess;
 use crate::fork::thread::Thread;
@@ -136,10 +138,20 @@ impl AsFd for Listener {
 }
 
 impl Drop for Listener {
+    /// Closed at once if no connection is left in its backlog: none comes any more.
     fn drop(&mut self) {
-        if self.fd.is_own() {
-            let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
-            enqueue(None, self.fd.take());
+        if !self.fd.is_own() {
+            return;
+        }
+        let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        loop {
+            match CloseOnForkFd::open(|| accept_with(&self.fd, flags)) {
+                Ok(socket) => drop(PeerSocket::from(socket)),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN | Errno::INVAL) => return,
+                Err(_) => return enqueue(None, self.fd.take()),
+            }
         }
     }
 }
