@@ -4,9 +4,9 @@
 //! `SO_LINGER` and unsent data waits for its reader, a file on FUSE for its server, and a Unix
 //! socket for such a descriptor in its queue. So does a receive that has no room for one.
 //!
-//! A [`PeerSocket`] with nothing unread, to which nothing more can come, is closed at once; so is
-//! an [approved](PeerFd::approve) [`PeerFd`]. A thread of this module closes each of the others,
-//! and may hang. A forked child closes its copy only where a `close` that is not the last returns
+//! A [`PeerSocket`] with nothing unread, to which nothing more can come, is closed at once; so are
+//! a [`Listener`] with an empty backlog and an [approved](PeerFd::approve) [`PeerFd`]. A thread of
+//! this module closes each of the others, and may hang. A forked child closes its copy only where a `close` that is not the last returns
 //! at once, and keeps one that a thread is closing. A user that keeps [`pending_max`] descriptors
 //! pending is [refused](over_limit), and has no more threads than that.
 
