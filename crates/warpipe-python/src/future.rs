@@ -77,8 +77,23 @@ impl Drop for Working<'_> {
     }
 }
 
-/// For how many slices other threads may be about to say what has become of a job.
-const UNSURE_MAX: u32 = 20;
+/// While a thread that [works](Working) runs the handlers of signals: it takes nothing then, and a
+/// handler may wait for what that thread waits for.
+struct Paused<'a>(&'a Future);
+
+impl<'a> Paused<'a> {
+    fn begin(future: &'a Future) -> Paused<'a> {
+        future.state().working -= 1;
+        future.changed.notify_all();
+        Paused(future)
+    }
+}
+
+impl Drop for Paused<'_> {
+    fn drop(&mut self) {
+        self.0.state().working += 1;
+    }
+}
 
 /// Whether an outcome is for good. Others are the queue's state, and are asked for anew.
 fn is_final(fault: &Fault) -> bool {
@@ -90,16 +105,6 @@ fn is_over(fault: &Fault) -> bool {
     matches!(
         fault,
         Fault::Library(Error::Job { .. } | Error::QueueClosed { .. })
-    )
-}
-
-fn is_taken(fault: &Fault) -> bool {
-    matches!(
-        fault,
-        Fault::Library(Error::Job {
-            end: JobEnd::Taken,
-            ..
-        })
     )
 }
 
@@ -147,12 +152,11 @@ impl Future {
         {
             Ok(result) => Settled::Result(result),
             Err(fault) if is_final(&fault) => Settled::Failed(fault),
-            Err(fault) if is_taken(&fault) => {
+            Err(fault) if is_over(&fault) => {
                 drop(working);
                 let is_here = self.is_here();
                 return Ok(is_here.map(|is_here| if is_here { Ok(()) } else { Err(fault) }));
             }
-            Err(fault) if is_over(&fault) => return Ok(Some(Err(fault))),
             Err(fault) => return Err(fault),
         };
         let unused = self.state().settle(outcome);
@@ -184,7 +188,7 @@ impl Future {
     /// for now.
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Outcome<&Given>> {
         let timeout = optional(timeout, "timeout")?;
-        let (start, mut left, mut unsure) = (Instant::now(), timeout, 0);
+        let (start, mut left) = (Instant::now(), timeout);
         loop {
             let noun = match self.source {
                 Submitted::Job(_) => "result of job",
@@ -195,7 +199,7 @@ impl Future {
             let looked = waiting(
                 py,
                 left,
-                || Ok(()),
+                || Ok(Paused::begin(self)),
                 |wait| self.look(wait).map_err(|late| late.of(described)),
             )?;
             match looked {
@@ -203,15 +207,8 @@ impl Future {
                 None if left.is_some_and(|left| left.is_zero()) => {
                     return Err(late(described(), timeout).into());
                 }
-                // A signal's handler that this thread runs may itself wait for what this thread waits for.
-                None if unsure == UNSURE_MAX => {
-                    let (name, job, end) =
-                        (self.endpoint.name.clone(), self.source.id(), JobEnd::Taken);
-                    return Ok(Err(Error::Job { name, job, end }.into()));
-                }
                 None => py.check_signals()?,
             }
-            unsure += 1;
             left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
         }
     }
@@ -238,21 +235,16 @@ impl Future {
         if self.state().is_settled {
             return Ok(true);
         }
-        match self.source.is_done().map_err(Fault::from) {
-            Err(fault) if is_over(&fault) => Ok(true),
-            found => found,
-        }
+        let is_over = match self.source.is_done().map_err(Fault::from) {
+            Err(fault) if is_over(&fault) => true,
+            found => found?,
+        };
+        // A thread that has taken it out of the queue is about to say what has become of it.
+        Ok(is_over && self.is_here().is_some())
     }
 
     fn is_cancelled(&self) -> Outcome<bool> {
-        self.endpoint.check()?;
-        let state = self.state();
-        if state.is_settled {
-            return Ok(state.is_cancelled);
-        }
-        drop(state);
-        let job = self.source.id();
-        Ok(self.endpoint.has_cancelled(job, SLICE) == Some(true))
+        Ok(self.is_done()? && self.state().is_cancelled)
     }
 
     /// Cancels it, if it has no outcome yet; says whether it is cancelled, and whether this call

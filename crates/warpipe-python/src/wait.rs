@@ -92,11 +92,12 @@ pub fn in_slices<T: Send>(
 }
 
 /// A library call that waits at most `limit` (None: no limit). A signal's handler that raises, or
-/// an error of `goes_on`, cancels it and is the result then.
-pub fn waiting<T: Send>(
+/// an error of `goes_on`, cancels it and is the result then. What `goes_on` gives is kept while
+/// handlers run.
+pub fn waiting<T: Send, Held>(
     py: Python<'_>,
     limit: Option<Duration>,
-    goes_on: impl Fn() -> Outcome<()> + Send + Sync,
+    goes_on: impl Fn() -> Outcome<Held> + Send + Sync,
     call: impl FnOnce(Wait<'_>) -> Outcome<T> + Send,
 ) -> PyResult<T> {
     let (done, end) = py.detach(|| {
@@ -104,7 +105,7 @@ pub fn waiting<T: Send>(
         let cancelled = || {
             if end.borrow().is_none() {
                 let looked = goes_on().map_err(PyErr::from);
-                let looked = looked.and_then(|()| Python::attach(|py| py.check_signals()));
+                let looked = looked.and_then(|_held| Python::attach(|py| py.check_signals()));
                 *end.borrow_mut() = looked.err();
             }
             end.borrow().is_some()

@@ -113,7 +113,10 @@ def test_a_job_that_is_cancelled_says_so_everywhere(pair):
     handle, seen = queue.submit(b"x"), []
     handle.add_done_callback(lambda future: seen.append(future.cancelled()))
     assert handle.cancel() is True and handle.cancel() is True
-    assert seen == [True] and handle.cancelled() and handle.done()
+    assert handle.cancelled() and handle.done()
+    # The thread of callbacks may have been faster, and be about to say so.
+    until(lambda: seen, "the callback")
+    assert seen == [True]
     for ask in (handle.result, handle.exception):
         with pytest.raises(concurrent.futures.CancelledError):
             ask()
@@ -123,6 +126,31 @@ def test_a_job_that_is_cancelled_says_so_everywhere(pair):
 
     with pytest.raises(concurrent.futures.CancelledError):
         asyncio.run(awaits())
+
+
+def test_a_handle_that_another_thread_cancels_is_cancelled_as_soon_as_it_is_done(pair):
+    queue, _ = pair
+    handles, wrong, is_over = [queue.submit(b"x")], [], threading.Event()
+
+    def asks():
+        while not is_over.is_set():
+            handle = handles[-1]
+            if handle.done() and not handle.cancelled():
+                wrong.append(handle)
+
+    thread = threading.Thread(target=asks)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for _ in range(5000):
+            handles.append(queue.submit(b"x"))
+            assert handles[-1].cancel()
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 def test_a_shutdown_that_cancels_marks_the_handles(open_queue):

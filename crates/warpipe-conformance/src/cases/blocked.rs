@@ -244,6 +244,9 @@ fn copies_with_room(context: &Context) -> Result<()> {
         let small = scope.spawn(move || tell.send(upload(&[3; 8])));
         let small_came = told.recv_timeout(PATIENCE);
         fake_driver.release(REGISTER)?;
+        // First: memory that is unregistered meanwhile waits for the stream, and the driver
+        // registers none until then.
+        drop(go);
         let large = large.join();
         drop(small);
         ensure!(is_hanging, "nothing was registered for the large copy");
@@ -251,7 +254,6 @@ fn copies_with_room(context: &Context) -> Result<()> {
         large.map_err(|_| anyhow::anyhow!("a panic"))??;
         Ok(())
     });
-    drop(go);
     stream.synchronize(PATIENCE)?;
     uploaded
 }
