@@ -6,9 +6,10 @@
 //!
 //! A [`PeerSocket`] with nothing unread, to which nothing more can come, is closed at once; so are
 //! a [`Listener`] with an empty backlog and an [approved](PeerFd::approve) [`PeerFd`]. A thread of
-//! this module closes each of the others, and may hang. A forked child closes its copy only where a `close` that is not the last returns
-//! at once, and keeps one that a thread is closing. A user that keeps [`pending_max`] descriptors
-//! pending is [refused](over_limit), and has no more threads than that.
+//! this module closes each of the others, and may hang. A forked child closes its copy only where a
+//! `close` that is not the last returns at once, and keeps one that a thread is closing. A user
+//! that keeps [`pending_max`] descriptors pending is [refused](over_limit), and has no more threads
+//! than that.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
