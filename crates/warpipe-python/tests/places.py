@@ -76,8 +76,8 @@ def hang():
 def say_at_the_end(folder):
     """Says that it works, and in the end that it was asked to end."""
     path = pathlib.Path(folder)
-    (path / f"working-{os.getpid()}").touch()
     try:
+        (path / f"working-{os.getpid()}").touch()
         wait_for_ever()
     finally:
         (path / f"ended-{os.getpid()}").touch()
