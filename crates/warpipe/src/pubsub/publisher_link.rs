@@ -30,7 +30,7 @@ use crate::ipc::{Kind, PeerState};
 use crate::memory::region::Region;
 use crate::mutex::LockUnpoisoned;
 use crate::pubsub::link_end::LinkEnd;
-use crate::runtime::closer::PeerFd;
+use crate::runtime::closer::{PeerFd, peek};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
@@ -256,6 +256,11 @@ impl ReceiverEnd {
     /// Whether the publisher is proven dead and the streams that waited for it have been released.
     pub(super) fn is_dead(&self) -> bool {
         self.monitor.is_dead()
+    }
+
+    /// Whether a message of the publisher waits in the socket to be read.
+    pub(super) fn has_unread(&self) -> bool {
+        peek(self.end.socket(), &mut [0]).is_ok_and(|(bytes, _)| bytes > 0)
     }
 
     /// Closes the link because of `error`. Nothing else of this process is touched.

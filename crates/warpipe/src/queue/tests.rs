@@ -18,6 +18,7 @@ use crate::memory::arena::SLOTS_MAX;
 use crate::pubsub::PublisherRole;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::{Policy, Publisher, REPLIES, Sample, Subscriber, SubscriberChanges};
+use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
@@ -784,4 +785,29 @@ fn workers_ring_while_a_wait_asks_whether_it_is_cancelled() {
     let asked = AssertUnwindSafe(|| job.wait(&fixture.stream, wait).map(drop));
     assert!(std::panic::catch_unwind(asked).is_err());
     assert_eq!(queue.dispatcher.lock().waiters.polling, 0);
+}
+
+/// The thread that reads the announcement is in a call of the driver, as long as that takes.
+#[test]
+fn a_job_in_memory_whose_announcement_is_not_read_yet_is_waited_for() {
+    let fixture = QueueFixture::new();
+    let (queue, mut worker) = (fixture.queue(), fixture.worker());
+    queue.wait_for_workers(1, SOON).unwrap();
+    let (begin, begun) = std::sync::mpsc::channel();
+    let (go, held) = std::sync::mpsc::channel::<()>();
+    let task = move || {
+        begin.send(()).unwrap();
+        let _ = held.recv();
+    };
+    let reactor = Reactor::of_process().unwrap();
+    reactor.run_on_control_thread(Box::new(task));
+    begun.recv().unwrap();
+    let input = queue.loan(&Layout::bytes_only(1 << 20).unwrap()).unwrap();
+    let job = queue.submit(input, &fixture.stream).unwrap();
+    let early = worker.lease(&fixture.stream, Duration::from_secs(5));
+    assert!(matches!(early, Err(Error::Timeout { .. })), "{early:?}");
+    drop(go);
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
+    lease.complete(&fixture.stream).unwrap();
+    drop(job.wait(&fixture.stream, SOON).unwrap());
 }

@@ -337,17 +337,25 @@ impl LinkReceiver {
     }
 
     /// There is no sample to take: either none was sent, or its region has not arrived yet, which
-    /// is tolerated for a while.
-    pub(super) fn check_missing_region(&self) -> Result<()> {
-        match &self.region_missing {
-            Some((id, clock)) if clock.ran() > REGION_TIMEOUT && !self.is_region_due() => Err(self
-                .fail(violation(
-                    "region",
-                    format!("{id}, never announced or closed"),
-                    format!("one of the {} that are open", self.regions.len()),
-                ))),
-            _ => Ok(()),
+    /// is tolerated for a while. A publisher announces it first: as long as a message of its is
+    /// unread, because the driver holds up the thread that reads it, or a region is being mapped,
+    /// the while has not begun.
+    pub(super) fn check_missing_region(&mut self) -> Result<()> {
+        let Some((id, clock)) = &self.region_missing else {
+            return Ok(());
+        };
+        if clock.ran() <= REGION_TIMEOUT {
+            return Ok(());
         }
+        if self.link.has_unread() || self.is_region_due() {
+            self.region_missing = Some((*id, Uptime::default()));
+            return Ok(());
+        }
+        Err(self.fail(violation(
+            "region",
+            format!("{id}, never announced or closed"),
+            format!("one of the {} that are open", self.regions.len()),
+        )))
     }
 
     /// Checks the entry at `position`, which was taken last.
