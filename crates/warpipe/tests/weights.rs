@@ -70,14 +70,9 @@ fn a_keeper_holds_two_descriptors_of_its_version_maps_no_memory_and_runs_no_thre
         stage.publish(byte);
     }
     assert_eq!(keeper.ask("version"), "version Some(10)");
-    let counts = || {
-        let fds = descriptors_of(&keeper);
-        let of = |kind: &str| fds.iter().filter(|fd| fd.contains(kind)).count();
-        (of("memfd:warpipe-region"), of("memfd:warpipe-manifest"))
-    };
-    // Those of the versions before are closed by another thread of the keeper's.
-    let ended = warpipe_testkit::eventually(WAIT, || counts() == (1, 1));
-    assert!(ended, "{:?}", descriptors_of(&keeper));
+    for kind in ["memfd:warpipe-region", "memfd:warpipe-manifest"] {
+        assert_holds_one(&keeper, kind);
+    }
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", keeper.pid())).unwrap();
     assert!(!maps.contains("warpipe-region"), "{maps}");
     // The search for holders may still have had threads at first.
@@ -232,20 +227,7 @@ fn processes_that_read_while_versions_are_published_see_all_of_one_version() {
     }
     for worker in &mut workers {
         assert_eq!(worker.reply(), "version 100 byte 100");
-        let is_region = |fd: &String| fd.contains("memfd:warpipe-region");
-        // Those of the versions before are closed by another thread of the worker's.
-        let holds_one = || {
-            descriptors_of(worker)
-                .iter()
-                .filter(|fd| is_region(fd))
-                .count()
-                == 1
-        };
-        assert!(
-            warpipe_testkit::eventually(WAIT, holds_one),
-            "earlier versions are held: {:?}",
-            descriptors_of(worker)
-        );
+        assert_holds_one(worker, "memfd:warpipe-region");
     }
     drop(published);
 }
@@ -583,6 +565,18 @@ fn descriptors(process: &str) -> Vec<String> {
     fds.filter_map(|fd| link(fd.unwrap().path()))
         .map(|target| target.display().to_string())
         .collect()
+}
+
+/// That a child has one descriptor of this kind left: another thread of its process closes those of
+/// earlier versions.
+fn assert_holds_one(child: &Child, kind: &str) {
+    let of_kind = |fds: &[String]| fds.iter().filter(|fd| fd.contains(kind)).count();
+    let holds_one = || of_kind(&descriptors_of(child)) == 1;
+    assert!(
+        warpipe_testkit::eventually(WAIT, holds_one),
+        "not one {kind}: {:?}",
+        descriptors_of(child)
+    );
 }
 
 fn descriptors_of(child: &Child) -> Vec<String> {

@@ -337,9 +337,9 @@ impl LinkReceiver {
     }
 
     /// There is no sample to take: either none was sent, or its region has not arrived yet, which
-    /// is tolerated for a while. A publisher announces it first: as long as a message of its is
-    /// unread, because the driver holds up the thread that reads it, or a region is being mapped,
-    /// the while has not begun.
+    /// is tolerated for [`REGION_TIMEOUT`]. A publisher announces a region before it sends a sample
+    /// there: that time begins when none of its messages is unread (the thread that reads them may
+    /// be in a call of the driver) and no region is being mapped.
     pub(super) fn check_missing_region(&mut self) -> Result<()> {
         let Some((id, clock)) = &self.region_missing else {
             return Ok(());
