@@ -13,7 +13,8 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use warpipe::clock::now_ns;
 use warpipe::{
-    Error, Layout, PeerState, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+    Error, Layout, Loss, NameFault, PeerState, Publisher, PublisherOptions, Subscriber,
+    SubscriberOptions,
 };
 use warpipe_testkit::figure::{Figure, Quantiles, Wanted};
 use warpipe_testkit::wait_readable;
@@ -285,8 +286,8 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
     };
     let lost = || match late.map(|sample| sample.finish(PATIENCE)) {
         None => Ok(None),
-        Some(Err(Error::SampleLost { .. })) => Ok(Some(now_ns())),
-        Some(other) => bail!("{other:?} instead of SampleLost"),
+        Some(Err(Error::Lost(Loss::Sample { .. }))) => Ok(Some(now_ns())),
+        Some(other) => bail!("{other:?} instead of Loss::Sample"),
     };
     let (witness, reported, lost) = end_beside(&peer, way, reported, lost)?;
     stream.synchronize(PATIENCE)?;
@@ -366,7 +367,7 @@ fn publisher_once_free(options: PublisherOptions) -> anyhow::Result<Publisher> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         match Publisher::new(NAME, options.clone()) {
-            Err(Error::NameTaken { .. }) if Instant::now() < deadline => {
+            Err(Error::Name(NameFault::Taken { .. })) if Instant::now() < deadline => {
                 std::thread::sleep(ASK_EVERY)
             }
             made => return Ok(made?),

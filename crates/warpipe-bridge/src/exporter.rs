@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use warpipe::{
-    DeviceKind, Error as Local, ErrorKind, Sample, Stream, Subscriber, SubscriberOptions,
+    DeviceKind, Error as Local, ErrorKind, Loss, Sample, Stream, Subscriber, SubscriberOptions,
 };
 
 use crate::error::{Error, Result};
@@ -306,7 +306,7 @@ impl Export {
                 Err(Local::Timeout { .. }) if self.sender.ended().is_none() => {}
                 Err(Local::Timeout { .. }) => return Ok(None),
                 // Its number is missing there, and so it is counted.
-                Err(Local::SampleLost { .. }) => return Ok(Some(false)),
+                Err(Local::Lost(Loss::Sample { .. })) => return Ok(Some(false)),
                 Err(error) => return Err(error.into()),
             }
         }

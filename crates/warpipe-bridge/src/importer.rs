@@ -4,8 +4,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 use warpipe::{
-    DeviceKind, Error as Local, Layout, Policy as LocalPolicy, Publisher, PublisherOptions,
-    SampleMut, Stream,
+    DeviceKind, Error as Local, Layout, LimitFault, NameFault, Policy as LocalPolicy, Publisher,
+    PublisherOptions, SampleMut, Stream,
 };
 use zenoh::bytes::ZBytes;
 
@@ -193,11 +193,13 @@ impl Import {
         let publisher = loop {
             match build(&self.name) {
                 // A bridge that was killed holds its names until the system has cleared it away.
-                Err(Local::NameTaken { .. }) if attempts < TAKEN_ATTEMPTS && !lane.is_cut() => {
+                Err(Local::Name(NameFault::Taken { .. }))
+                    if attempts < TAKEN_ATTEMPTS && !lane.is_cut() =>
+                {
                     lane.wait_for_cut(SLICE);
                     attempts += 1;
                 }
-                Err(Local::NameTaken { .. }) => {
+                Err(Local::Name(NameFault::Taken { .. })) => {
                     break build(&format!("remote/{}/{}", self.node, self.name))?;
                 }
                 other => break other?,
@@ -376,7 +378,7 @@ impl Published {
                     lane.wants_memory(None);
                     return Ok(Some(loan));
                 }
-                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {
+                Err(Local::Limit(LimitFault::Memory { bytes, limit, .. })) if bytes <= limit => {
                     lane.wants_memory(Some(bytes));
                 }
                 Err(Local::Timeout { .. }) => {}

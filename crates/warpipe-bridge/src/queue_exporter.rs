@@ -10,7 +10,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use warpipe::{
-    AnswerError, AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker, WorkerOptions,
+    AnswerError, AnswerHandle, Error as Local, Lease, LimitFault, Loan, Sample, Stream, Worker,
+    WorkerOptions,
 };
 use zenoh::bytes::ZBytes;
 
@@ -505,12 +506,12 @@ impl QueueExport {
             job.put(Some(handle));
             match tried {
                 Ok(loan) => return Ok(Output::Slot(Box::new(loan))),
-                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes > limit => {
+                Err(Local::Limit(LimitFault::Memory { bytes, limit, .. })) if bytes > limit => {
                     let reason = format!("its result has {bytes} bytes, the bridge has {limit}");
                     return Ok(Output::Refused(reason));
                 }
-                Err(Local::MemoryLimit { .. } | Local::Timeout { .. }) => {}
-                Err(Local::DeviceMemory { .. }) => lane.wait_for_end(SLICE),
+                Err(Local::Limit(LimitFault::Memory { .. }) | Local::Timeout { .. }) => {}
+                Err(Local::Limit(LimitFault::Device { .. })) => lane.wait_for_end(SLICE),
                 Err(Local::PeerGone { .. }) => return Ok(Output::Unwanted),
                 Err(error) => return Err(error.into()),
             }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warpipe::{
-    Error as Local, JobEnd, JobHandle, JobResult, Layout, Loan, Queue, QueueOptions, ResultOrder,
-    Stream, SubmitError,
+    Error as Local, JobEnd, JobHandle, JobResult, Layout, LimitFault, Loan, NameFault, Queue,
+    QueueOptions, ResultOrder, Stream, SubmitError,
 };
 use zenoh::bytes::ZBytes;
 
@@ -254,11 +254,11 @@ impl QueueImport {
                 return Ok(None);
             }
             match build(&self.name) {
-                Err(Local::NameTaken { .. }) if attempts < TAKEN_ATTEMPTS => {
+                Err(Local::Name(NameFault::Taken { .. })) if attempts < TAKEN_ATTEMPTS => {
                     lane.wait_for_cut(SLICE);
                     attempts += 1;
                 }
-                Err(Local::NameTaken { .. }) => {
+                Err(Local::Name(NameFault::Taken { .. })) => {
                     break build(&format!("remote/{}/{}", self.node, self.name))?;
                 }
                 other => break other?,
@@ -360,11 +360,13 @@ impl QueueImport {
         while lane.ending().is_none() && !self.is_over() {
             let reason = match queue.loan(layout) {
                 Ok(loan) => return Ok(Some(Ok(loan))),
-                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes > limit => {
+                Err(Local::Limit(LimitFault::Memory { bytes, limit, .. })) if bytes > limit => {
                     return refused(limit);
                 }
-                Err(error @ (Local::MemoryLimit { .. } | Local::Timeout { .. })) => error,
-                Err(error @ Local::DeviceMemory { .. }) => {
+                Err(error @ (Local::Limit(LimitFault::Memory { .. }) | Local::Timeout { .. })) => {
+                    error
+                }
+                Err(error @ Local::Limit(LimitFault::Device { .. })) => {
                     lane.wait_for_end(SLICE);
                     error
                 }
@@ -425,7 +427,7 @@ impl QueueImport {
                     return Ok(());
                 }
                 Err(SubmitError {
-                    error: Local::QueueFull { .. } | Local::Timeout { .. },
+                    error: Local::Limit(LimitFault::Jobs { .. }) | Local::Timeout { .. },
                     loan: Some(back),
                 }) => {
                     target.slot = Some(*back);

@@ -3,7 +3,7 @@
 use std::io;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{DeviceFault, Error, ErrorKind, Language};
+use warpipe::{DeviceFault, Error, ErrorKind, FileFault, Language, LimitFault, WeightsFault};
 
 use crate::source::InputError;
 
@@ -78,7 +78,7 @@ impl Exit {
         match (error, error.kind()) {
             // Before the kinds: the command line gave these.
             (
-                Error::Domain { .. }
+                Error::File(FileFault::Domain { .. })
                 | Error::Device {
                     fault: DeviceFault::NoSuchDevice,
                     ..
@@ -86,9 +86,9 @@ impl Exit {
                 _,
             ) => Exit::Usage,
             (Error::Handshake { .. }, _) => Exit::PeerGone,
-            (Error::WeightsFile { .. }, _) => Exit::Input,
+            (Error::Weights(WeightsFault::File { .. }), _) => Exit::Input,
             (
-                Error::DeviceMemory { .. }
+                Error::Limit(LimitFault::Device { .. })
                 | Error::Device {
                     fault: DeviceFault::OutOfReach,
                     ..
@@ -157,9 +157,11 @@ mod tests {
 
     #[test]
     fn an_error_keeps_its_exit_code_under_any_context() {
-        let name = || Error::Name {
-            name: "..".into(),
-            reason: "a part starts with a dot",
+        let name = || {
+            Error::Name(warpipe::NameFault::Invalid {
+                name: "..".into(),
+                reason: "a part starts with a dot",
+            })
         };
         assert_eq!(Exit::of(&anyhow::Error::from(name())), Exit::Usage);
         assert_eq!(

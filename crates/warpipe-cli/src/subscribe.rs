@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use serde_json::json;
 use warpipe::{
-    Device, Discontinuity, Domain, EndpointName, Error, ErrorKind, HandshakeFault, Sample, Stream,
-    Subscriber, SubscriberOptions, clock,
+    Device, Discontinuity, Domain, EndpointName, Error, ErrorKind, HandshakeFault, Loss, Sample,
+    Stream, Subscriber, SubscriberOptions, clock,
 };
 
 use crate::args::SubArgs;
@@ -125,7 +125,7 @@ impl Run<'_> {
         match self.read(sample, gap) {
             Ok(()) => self.samples += 1,
             Err(error) => match error.downcast_ref() {
-                Some(lost @ Error::SampleLost { .. }) => self.count_lost(lost),
+                Some(lost @ Error::Lost(Loss::Sample { .. })) => self.count_lost(lost),
                 _ => return Err(error),
             },
         }

@@ -367,7 +367,7 @@ impl ErrorCounters {
     /// Checks a sample, releases it, and says how many of its words were wrong.
     ///
     /// # Errors
-    /// [`warpipe::Error::SampleLost`] and the others of [`Sample::finish`]; those of
+    /// [`warpipe::Error::Lost`] and the others of [`Sample::finish`]; those of
     /// [`check_sample`](Self::check_sample).
     pub fn finish(&mut self, sample: Sample) -> Result<u64> {
         let stream = sample.stream().clone();

@@ -169,7 +169,13 @@ pub fn range_refused(
     // SAFETY: it is refused, or withdrawn unopened.
     let shared = unsafe { server.share(stream, ptr, bytes, Box::new(())) };
     ensure!(
-        matches!(shared, Err(warpipe::Error::NotExportable { .. })),
+        matches!(
+            shared,
+            Err(warpipe::Error::Handle {
+                fault: warpipe::HandleFault::NotExportable { .. },
+                ..
+            })
+        ),
         "{shared:?}"
     );
     Ok(())

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 use warpipe::weights::{Hashing, SharedWeights, TensorsInPlace, Weights};
-use warpipe::{DType, Device, DevicePtr, Error, Layout, Memory};
+use warpipe::{DType, Device, DevicePtr, Error, HandleFault, Layout, Memory};
 
 use crate::PATIENCE;
 use crate::context::{Backend, Context};
@@ -167,7 +167,13 @@ pub fn refused(context: &Context, freed: &Sender<()>) -> Result<()> {
         // SAFETY: it is refused, and nothing reads it.
         let added = unsafe { tensors.add("part", layout, at, Box::new(())) };
         ensure!(
-            matches!(added, Err(Error::NotExportable { .. })),
+            matches!(
+                added,
+                Err(Error::Handle {
+                    fault: HandleFault::NotExportable { .. },
+                    ..
+                })
+            ),
             "{added:?}"
         );
         ensure!(

@@ -233,7 +233,7 @@ pub fn refuse_capture(stream: &warpipe::Stream) -> Outcome<()> {
     // SAFETY: the stream is live as long as its handle.
     if unsafe { stream.device().backend().is_capturing(stream.raw()) }? {
         let what = format!("stream {:#x}", stream.raw().0.addr());
-        return Err(warpipe::Error::Capturing { what }.into());
+        return Err(warpipe::Error::State(warpipe::StateFault::Capturing(what)).into());
     }
     Ok(())
 }

@@ -6,7 +6,10 @@ use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
-use warpipe::{DeviceFault, Error, JobEnd, Language};
+use warpipe::{
+    DeviceFault, Error, FileFault, HandleFault, JobEnd, Language, LimitFault, Loss, NameFault,
+    StateFault, WeightsFault,
+};
 use warpipe_dlpack::Refusal;
 
 use crate::thread_exit;
@@ -131,15 +134,15 @@ fn message(error: &Error) -> String {
     }
 }
 
-/// The function `describe`, from a row for each variant: the fields that are used, the name of the
-/// exception's class, and its attributes.
+/// The function `describe`, from a row for each error: its pattern, the name of the exception's
+/// class, and its attributes.
 macro_rules! exceptions {
-    ($($variant:ident { $($field:ident)* } => $class:expr, ($($name:ident: $value:expr),*);)*) => {
-        /// The name of an exception's class; its attributes go into `dict`. Variants that this
+    ($($error:pat => $class:expr, ($($name:ident: $value:expr),*);)*) => {
+        /// The name of an exception's class; its attributes go into `dict`. Errors that this
         /// package does not know yet are plain `Error`s.
         fn describe(error: &Error, dict: &Bound<'_, PyDict>) -> PyResult<&'static str> {
             match error {
-                $(Error::$variant { $($field,)* .. } => {
+                $($error => {
                     $(dict.set_item(stringify!($name), $value)?;)*
                     Ok($class)
                 })*
@@ -154,52 +157,57 @@ macro_rules! exceptions {
 }
 
 exceptions! {
-    Device { fault } => of_device(*fault), (fault: format!("{fault:?}"));
-    Driver { call code name } => "DriverError", (call: call, code: code, driver_name: name);
-    Capturing {} => "CapturingError", ();
-    DeviceMemory { bytes } => "DeviceMemoryError", (nbytes: bytes);
-    Name { name } => "InvalidNameError", (endpoint: name);
-    Domain {} => "DomainError", ();
-    ForeignFile {} => "ForeignFileError", ();
-    NameTaken { name holder } => "NameTakenError", (endpoint: name, pid: holder.pid);
-    NotFound { kind name was_there } => "NotFoundError",
-        (kind: kind.to_string(), endpoint: name, was_there: was_there);
-    Handshake { name } => "HandshakeError", (endpoint: name);
-    Protocol { name } => "ProtocolError", (endpoint: name);
-    SampleLost { name sequence pid } => "SampleLostError",
-        (endpoint: name, sequence: sequence, pid: pid);
-    LinkClosed { name } => "LinkClosedError", (endpoint: name);
-    Timeout { waited } => "TimeoutError", (waited: waited.as_secs_f64());
-    Full { name depth } => "FullError", (endpoint: name, depth: depth);
-    MemoryLimit { name bytes used limit } => "MemoryLimitError",
+    Error::Device { fault, .. } => of_device(*fault), (fault: format!("{fault:?}"));
+    Error::Driver { call, code, name, .. } => "DriverError",
+        (call: call, code: code, driver_name: name);
+    Error::Limit(LimitFault::Device { bytes, .. }) => "DeviceMemoryError", (nbytes: bytes);
+    Error::Limit(LimitFault::Depth { name, depth, .. }) => "FullError",
+        (endpoint: name, depth: depth);
+    Error::Limit(LimitFault::Memory { name, bytes, used, limit, .. }) => "MemoryLimitError",
         (endpoint: name, nbytes: bytes, used: used, limit: limit);
-    QuotaExceeded { name uid bytes used limit blocks blocks_max } => "QuotaExceededError",
-        (endpoint: name, uid: uid, nbytes: bytes, used: used, limit: limit, blocks: blocks,
-         blocks_max: blocks_max);
-    Layout {} => "LayoutError", ();
-    Argument {} => "ArgumentError", ();
-    OtherKind { name wanted found } => "OtherKindError",
+    Error::Limit(LimitFault::Quota { name, uid, bytes, used, limit, blocks, blocks_max, .. }) =>
+        "QuotaExceededError", (endpoint: name, uid: uid, nbytes: bytes, used: used, limit: limit,
+         blocks: blocks, blocks_max: blocks_max);
+    Error::Limit(LimitFault::Events(limit)) => "EventLimitError", (limit: limit);
+    Error::Limit(LimitFault::Jobs { name, limit, waited, .. }) => "QueueFullError",
+        (endpoint: name, limit: limit, waited: waited.as_secs_f64());
+    Error::Name(NameFault::Invalid { name, .. }) => "InvalidNameError", (endpoint: name);
+    Error::Name(NameFault::Taken { name, holder, .. }) => "NameTakenError",
+        (endpoint: name, pid: holder.pid);
+    Error::Name(NameFault::OtherKind { name, wanted, found, .. }) => "OtherKindError",
         (endpoint: name, kind: wanted.to_string(), found: found);
-    TicketExpired { name } => "TicketExpiredError", (endpoint: name);
-    PeerGone { kind name pid graceful } => "PeerGoneError",
-        (kind: kind.to_string(), endpoint: name, pid: pid, graceful: graceful);
-    Refused { name denied } => if *denied { "AccessDeniedError" } else { "RefusedError" },
+    Error::File(FileFault::Domain { .. }) => "DomainError", ();
+    Error::File(FileFault::Foreign { .. }) => "ForeignFileError", ();
+    Error::NotFound { kind, name, was_there, .. } => "NotFoundError",
+        (kind: kind.to_string(), endpoint: name, was_there: was_there);
+    Error::Handle { fault: HandleFault::Expired { name, .. }, .. } => "TicketExpiredError",
         (endpoint: name);
-    Handle { what } => "HandleError", (what: what);
-    EventNotRecorded { event } => "EventNotRecordedError", (event: event);
-    EventLost { event pid } => "EventLostError", (event: event, pid: pid);
-    EventLimit { limit } => "EventLimitError", (limit: limit);
-    NotExportable { ptr kind } => "NotExportableError", (ptr: ptr, kind: kind.to_string());
-    Forked {} => "ForkedError", ();
-    WeightsFile { path } => "WeightsFileError", (path: path);
-    WeightsUnverified { name version tensors } => of_weights(tensors),
-        (endpoint: name, version: version, tensors: tensors);
-    WeightsMismatch { difference } => "WeightsMismatchError",
+    Error::Handle { fault: HandleFault::NotExportable { ptr, kind, .. }, .. } =>
+        "NotExportableError", (ptr: ptr, kind: kind.to_string());
+    Error::Handle { what, .. } => "HandleError", (what: what);
+    Error::Refused { name, denied, .. } =>
+        if *denied { "AccessDeniedError" } else { "RefusedError" }, (endpoint: name);
+    Error::Handshake { name, .. } => "HandshakeError", (endpoint: name);
+    Error::Protocol { name, .. } => "ProtocolError", (endpoint: name);
+    Error::PeerGone { kind, name, pid, graceful, .. } => "PeerGoneError",
+        (kind: kind.to_string(), endpoint: name, pid: pid, graceful: graceful);
+    Error::Lost(Loss::Sample { name, sequence, pid, .. }) => "SampleLostError",
+        (endpoint: name, sequence: sequence, pid: pid);
+    Error::Lost(Loss::Event { event, pid, .. }) => "EventLostError", (event: event, pid: pid);
+    Error::LinkClosed { name, .. } => "LinkClosedError", (endpoint: name);
+    Error::Timeout { waited, .. } => "TimeoutError", (waited: waited.as_secs_f64());
+    Error::Weights(WeightsFault::File { path, .. }) => "WeightsFileError", (path: path);
+    Error::Weights(WeightsFault::Unverified { name, version, tensors, .. }) =>
+        of_weights(tensors), (endpoint: name, version: version, tensors: tensors);
+    Error::Weights(WeightsFault::Mismatch { difference, .. }) => "WeightsMismatchError",
         (missing: &difference.missing, unexpected: &difference.unexpected,
          different: at_other_places(&difference.different), uncomputed: Vec::<String>::new());
-    QueueFull { name limit waited } => "QueueFullError",
-        (endpoint: name, limit: limit, waited: waited.as_secs_f64());
-    QueueClosed { name } => "QueueClosedError", (endpoint: name);
+    Error::State(StateFault::Capturing(_)) => "CapturingError", ();
+    Error::State(StateFault::NotRecorded(event)) => "EventNotRecordedError", (event: event);
+    Error::State(StateFault::QueueClosed(name)) => "QueueClosedError", (endpoint: name);
+    Error::State(StateFault::Forked) => "ForkedError", ();
+    Error::Argument { argument: "tensor layout", .. } => "LayoutError", ();
+    Error::Argument { .. } => "ArgumentError", ();
 }
 
 /// What each error of a job has, and what its end has.

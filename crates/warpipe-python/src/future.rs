@@ -11,7 +11,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::OnceLockExt;
 use pyo3::types::PyTuple;
-use warpipe::{Error, JobEnd, Wait};
+use warpipe::{Error, JobEnd, StateFault, Wait};
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome, no_pickle};
@@ -104,7 +104,7 @@ fn is_final(fault: &Fault) -> bool {
 fn is_over(fault: &Fault) -> bool {
     matches!(
         fault,
-        Fault::Library(Error::Job { .. } | Error::QueueClosed { .. })
+        Fault::Library(Error::Job { .. } | Error::State(StateFault::QueueClosed(_)))
     )
 }
 

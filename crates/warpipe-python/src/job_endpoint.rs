@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::{Error, Layout, QueueWatch, SubmitError, Wait};
+use warpipe::{Error, Layout, QueueWatch, StateFault, SubmitError, Wait};
 
 use crate::closeable::Closeable;
 use crate::copies::Copies;
@@ -178,12 +178,9 @@ impl JobEndpoint {
     /// the wait.
     pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
         self.home.check()?;
-        self.end.get().ok_or_else(|| {
-            Error::QueueClosed {
-                name: self.name.clone(),
-            }
-            .into()
-        })
+        self.end
+            .get()
+            .ok_or_else(|| Error::State(StateFault::QueueClosed(self.name.clone())).into())
     }
 
     /// An error in a forked child.

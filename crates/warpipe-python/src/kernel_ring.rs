@@ -122,7 +122,7 @@ impl KernelRing {
         let linked = match consumer.follow(py) {
             Ok(linked) => linked,
             // No other stream of ours may join the capture, so the step is recorded there itself.
-            Err(Fault::Library(warpipe::Error::Capturing { .. })) => {
+            Err(Fault::Library(warpipe::Error::State(warpipe::StateFault::Capturing(_)))) => {
                 ring.consumers.note(&consumer);
                 let captured = || step.capture(&ring.inner, &consumer.stream, consumer.linked());
                 return call(py, captured);

@@ -5,7 +5,7 @@
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use warpipe::Error;
+use warpipe::{Error, StateFault};
 
 use crate::errors::Outcome;
 use crate::thread_exit;
@@ -65,7 +65,7 @@ impl Home {
         if self.is_here() {
             Ok(())
         } else {
-            Err(Error::Forked.into())
+            Err(Error::State(StateFault::Forked).into())
         }
     }
 }

@@ -238,7 +238,8 @@ WITHOUT_COUNTERPART = {
     "AllocationStats": "in warpipe.torch",
     **dict.fromkeys(
         ["DeviceFault", "HandleFault", "HandshakeFault", "Expiry", "Holder", "JobEnd", "PeerLimit",
-         "PointerKind", "WeightsFault", "WeightsDifference"],
+         "PointerKind", "FileFault", "LimitFault", "Loss", "NameFault", "StateFault", "WeightsFault", "WeightsFileFault",
+         "WeightsDifference"],
         "the exception's message and attributes",
     ),
     **dict.fromkeys(

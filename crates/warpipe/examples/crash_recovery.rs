@@ -27,7 +27,7 @@ use std::sync::mpsc::channel;
 use rustix::process::{Pid, Signal, kill_process};
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Change, DType, Error, Layout, Member, MemberInfo, MemberOptions, Members, MembersOptions,
+    Change, DType, Error, Layout, Loss, Member, MemberInfo, MemberOptions, Members, MembersOptions,
     Policy, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions,
 };
 
@@ -177,7 +177,7 @@ fn kill_and_clean_up(
         match frames.receive(stream, PATIENCE) {
             Ok(frame) => match frame.finish(PATIENCE) {
                 Ok(()) => whole += 1,
-                Err(Error::SampleLost { .. }) => lost += 1,
+                Err(Error::Lost(Loss::Sample { .. })) => lost += 1,
                 Err(error) => return Err(error.into()),
             },
             Err(Error::PeerGone {

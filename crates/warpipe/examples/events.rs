@@ -26,7 +26,9 @@ use std::time::{Duration, Instant};
 
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Error, Event, EventHandle, EventOptions, Memory, PublishOptions, Ticket};
+use warpipe::{
+    Error, Event, EventHandle, EventOptions, Loss, Memory, PublishOptions, StateFault, Ticket,
+};
 
 const WORDS: u64 = 1 << 16;
 const SEED: u64 = 3;
@@ -67,7 +69,7 @@ fn record(stage: &Stage, event: &Event) -> Outcome {
     // recorded next.
     unsafe { warpipe_kernels::slow_fill(&stream, memory.ptr(), WORDS, SEED, SLOW)? };
     event.record(&stream, PATIENCE)?;
-    talk.tell("recorded")?; // record first: an earlier wait fails with `EventNotRecorded`
+    talk.tell("recorded")?; // record first: an earlier wait fails with `NotRecorded`
     child.finish()
 }
 
@@ -127,7 +129,9 @@ fn never_recorded(event: &Event) -> Outcome {
         if complete { "complete" } else { "not complete" }
     );
     match event.query() {
-        Err(error @ Error::EventNotRecorded { .. }) => println!("never recorded: {error}"),
+        Err(error @ Error::State(StateFault::NotRecorded(_))) => {
+            println!("never recorded: {error}")
+        }
         other => return Err(format!("an event that was never recorded says {other:?}").into()),
     }
     ensure(complete, || {
@@ -146,7 +150,7 @@ fn lose(stage: &Stage, event: &Event) -> Outcome {
     // The stream is released as soon as the death is proven, and does not hang for ever.
     stream.synchronize(PATIENCE)?;
     match event.check(recording) {
-        Err(error @ Error::EventLost { .. }) => println!("recorder killed: {error}"),
+        Err(error @ Error::Lost(Loss::Event { .. })) => println!("recorder killed: {error}"),
         other => return Err(format!("an event with a killed recorder says {other:?}").into()),
     }
     Ok(())

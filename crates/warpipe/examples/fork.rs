@@ -2,11 +2,11 @@
 //!
 //! CUDA does not survive a fork. Once a process has initialised the driver, a child that it forks
 //! has a copy of the driver's memory but not its threads, and the driver does not support calls
-//! there: `Device::cuda` returns `Error::Forked`. So the order matters: **fork first, open devices
-//! afterwards, each process for itself.** This program forks before anything else; the child then
-//! waits, on a pair of sockets, for the ticket of memory that its parent allocates later. (A
-//! process that has a device already starts children by `exec`, as the other examples do. A handle
-//! of this library that a forked child has inherited returns `Error::Forked`.)
+//! there: `Device::cuda` returns `StateFault::Forked`. So the order matters: **fork first, open
+//! devices afterwards, each process for itself.** This program forks before anything else; the
+//! child then waits, on a pair of sockets, for the ticket of memory that its parent allocates
+//! later. (A process that has a device already starts children by `exec`, as the other examples do.
+//! A handle of this library that a forked child has inherited returns `StateFault::Forked`.)
 //!
 //! **This module is marked for unsafe**: it forks, and launches a kernel on device memory.
 //!

@@ -184,7 +184,7 @@ fn sink(stage: &Stage, filters: &mut Vec<Actor>) -> Outcome<String> {
 fn verify(frame: Sample) -> Outcome<Option<u64>> {
     let number = u64::from_ne_bytes(frame.metadata().try_into()?);
     let bytes = match frame.to_vec(PATIENCE) {
-        Err(warpipe::Error::SampleLost { .. }) => return Ok(None),
+        Err(warpipe::Error::Lost(warpipe::Loss::Sample { .. })) => return Ok(None),
         bytes => bytes?,
     };
     let right = (number as f32 * 2.0).to_ne_bytes();

@@ -23,8 +23,8 @@ use std::time::Duration;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Access, Buffer, Change, Error, LentBuffer, Member, MemberOptions, Members, MembersOptions,
-    Pool, PoolOptions, PoolStats, Ticket,
+    Access, Buffer, Change, Error, LentBuffer, LimitFault, Member, MemberOptions, Members,
+    MembersOptions, Pool, PoolOptions, PoolStats, Ticket,
 };
 
 const NAME: &str = "scratch";
@@ -141,9 +141,10 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
             .write_file(ticket_file(stage, number))?;
     }
     let refused = pool.allocate(BLOCK, Duration::ZERO).err();
-    ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || {
-        format!("a full pool said {refused:?}")
-    })?;
+    ensure(
+        matches!(refused, Some(Error::Limit(LimitFault::Memory { .. }))),
+        || format!("a full pool said {refused:?}"),
+    )?;
     stage.start("borrower")?.finish()?;
     show("given back by the borrower", &pool.stats(), [LIMIT, 0])?;
     for (block, number) in blocks.into_iter().zip(0..) {
@@ -171,9 +172,10 @@ fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
     drop(block);
     show("held by the doomed", &pool.stats(), [0, BLOCK])?;
     let refused = pool.allocate(LIMIT, Duration::ZERO).err();
-    ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || {
-        format!("with a block lent, all: {refused:?}")
-    })?;
+    ensure(
+        matches!(refused, Some(Error::Limit(LimitFault::Memory { .. }))),
+        || format!("with a block lent, all: {refused:?}"),
+    )?;
     println!("killing the doomed, process {}", doomed.pid());
     doomed.kill()?;
     // All of the pool: this needs the dead borrower's block, and waits for it.

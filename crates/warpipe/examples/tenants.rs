@@ -40,7 +40,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use stage::{Outcome, PATIENCE, Stage, ensure, play_after};
 use warpipe::backend::DeviceKind;
-use warpipe::{Error, ErrorKind, LentBuffer, OpenOptions, Pool, PoolClient, PoolOptions, Quota};
+use warpipe::{
+    Error, ErrorKind, LentBuffer, LimitFault, OpenOptions, Pool, PoolClient, PoolOptions, Quota,
+};
 
 const NAME: &str = "shared";
 /// Users without other processes.
@@ -143,12 +145,12 @@ fn greedy(stage: &Stage) -> Outcome<String> {
         let more = pool.allocate(8, timeout).map(drop);
         let is_refused = matches!(
             more,
-            Err(Error::QuotaExceeded {
+            Err(Error::Limit(LimitFault::Quota {
                 uid: FAULTY,
                 used: BYTES,
                 limit: BYTES,
                 ..
-            })
+            }))
         );
         ensure(is_refused, || format!("beyond its quota it got {more:?}"))?;
     }

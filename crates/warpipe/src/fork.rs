@@ -3,10 +3,10 @@
 //! The descriptors that a child inherits are *the same open files*: a child that keeps a listening
 //! socket keeps a dead parent's name taken, and one that keeps a link's socket hides its parent's
 //! death. So the child's side of `fork` closes every descriptor registered here, and every handle
-//! made before returns [`Error::Forked`]. The child may open new ones (not with CUDA, which does
-//! not survive a fork). A descriptor is made and registered within one [`NoForkSection`], which
-//! `fork` waits for and which never waits itself. The CUDA driver's files ([`driver_files`]) and
-//! the [`lifeline`] are inherited on purpose; the child releases them in this order.
+//! made before returns [`StateFault::Forked`]. The child may open new ones (not with CUDA, which
+//! does not survive a fork). A descriptor is made and registered within one [`NoForkSection`],
+//! which `fork` waits for and which never waits itself. The CUDA driver's files ([`driver_files`])
+//! and the [`lifeline`] are inherited on purpose; the child releases them in this order.
 //!
 //! A fork is three calls, at the end of this file: [`before_fork`] closes the gate ([`gate`]),
 //! which waits for sections and for other threads' forks; [`after_in_parent`] gives the parent's
@@ -29,7 +29,7 @@ use rustix::io::Errno;
 
 use self::fd_table::{FileId, OPEN};
 pub(crate) use self::gate::{NoForkSection, excluded};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 
 /// The result of a system call.
 type FdResult<T> = std::result::Result<T, Errno>;
@@ -58,7 +58,7 @@ impl OwnerProcess {
         if self.is_current() {
             Ok(())
         } else {
-            Err(Error::Forked)
+            Err(Error::State(StateFault::Forked))
         }
     }
 }

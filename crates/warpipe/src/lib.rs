@@ -57,7 +57,7 @@
 //!
 //! * A sample is delivered whole or not at all. If its sender died, or gave up, before its data was
 //!   complete, [`Sample::finish`], [`Sample::wait`] and [`Receipt::check`] return
-//!   [`Error::SampleLost`]. Call one of them before you use results that were computed from a sample.
+//!   [`Loss::Sample`]. Call one of them before you use results that were computed from a sample.
 //! * A subscriber still receives the samples that were complete when its publisher died, then
 //!   [`Error::PeerGone`].
 //! * Memory held by a killed subscriber is used again once its death is proven. Memory held by a
@@ -83,11 +83,11 @@
 //!
 //! # Fork
 //!
-//! A forked child's handles return [`Error::Forked`], and using or dropping them does not affect
-//! the parent. The child may open endpoints of its own on the host device; CUDA does not survive a
-//! fork. `fork` followed by `exec` is no concern: every descriptor is close-on-exec. In the child
-//! of a process that has started CUDA, `/dev/null` replaces the driver's files: a child that held
-//! them would keep its parent's device work running after the parent's death.
+//! A forked child's handles return [`StateFault::Forked`], and using or dropping them does not
+//! affect the parent. The child may open endpoints of its own on the host device; CUDA does not
+//! survive a fork. `fork` followed by `exec` is no concern: every descriptor is close-on-exec. In
+//! the child of a process that has started CUDA, `/dev/null` replaces the driver's files: a child
+//! that held them would keep its parent's device work running after the parent's death.
 //!
 //! # Features
 //!
@@ -159,8 +159,9 @@ pub use allocations::{
 pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
 pub use error::{
-    DeviceFault, Error, ErrorKind, Expiry, HandleFault, HandshakeFault, Holder, JobEnd, Language,
-    PeerLimit, PointerKind, Result, WeightsDifference, WeightsFault,
+    DeviceFault, Error, ErrorKind, Expiry, FileFault, HandleFault, HandshakeFault, Holder, JobEnd,
+    Language, LimitFault, Loss, NameFault, PeerLimit, PointerKind, Result, StateFault,
+    WeightsDifference, WeightsFault, WeightsFileFault,
 };
 pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};

@@ -47,8 +47,9 @@ impl Rows {
     /// layout `into` in the slot at `to`.
     ///
     /// # Errors
-    /// [`Error::Layout`]: another shape or element type; elements of `into` that lie on each other,
-    /// or between those of another dimension; a tensor that reaches further than an address can.
+    /// [`Error::Argument`]: another shape or element type; elements of `into` that lie on each
+    /// other, or between those of another dimension; a tensor that reaches further than an address
+    /// can.
     pub fn between(to: DevicePtr, into: &Layout, from: DevicePtr, source: &Layout) -> Result<Rows> {
         if (into.dtype(), into.shape()) != (source.dtype(), source.shape()) {
             return Err(Error::layout(format!("{source:?} does not fit {into:?}")));
@@ -362,7 +363,10 @@ mod tests {
             assert!(
                 matches!(
                     Rows::between(0, &into, 64, &source),
-                    Err(Error::Layout { .. })
+                    Err(Error::Argument {
+                        argument: "tensor layout",
+                        ..
+                    })
                 ),
                 "{strides:?}"
             );
@@ -381,7 +385,10 @@ mod tests {
             assert!(
                 matches!(
                     Rows::between(0x1000, &into, from, &source),
-                    Err(Error::Layout { .. })
+                    Err(Error::Argument {
+                        argument: "tensor layout",
+                        ..
+                    })
                 ),
                 "{source:?}"
             );

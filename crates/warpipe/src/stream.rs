@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::backend::{Backend, DevicePtr, RawStream, Rows, StreamOp};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::fork::OwnerProcess;
 use crate::kernel::Kernel;
 use crate::tensor::Layout;
@@ -158,8 +158,8 @@ impl Stream {
     /// call the device.
     ///
     /// # Errors
-    /// [`Error::Capturing`] for a stream that is being captured: each launch of the graph would call
-    /// the function again; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::State`], also for a stream that is being captured: each launch of the graph would
+    /// call the function again; [`Error::Driver`].
     pub fn call(&self, function: impl FnOnce() + Send + 'static) -> Result<()> {
         self.check_not_capturing()?;
         // SAFETY: the stream is live as long as self, and is not captured.
@@ -205,8 +205,8 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Layout`]: another shape or element type, elements of `into` that lie on each other
-    /// or between each other, or a tensor that reaches further than an address can.
+    /// [`Error::Argument`]: another shape or element type, elements of `into` that lie on each
+    /// other or between each other, or a tensor that reaches further than an address can.
     /// [`Error::Argument`] for tensors of which one lies in or between the other's elements: copy
     /// by way of other memory. [`Error::Driver`].
     ///
@@ -262,15 +262,16 @@ impl Stream {
 
     #[cold]
     fn capturing(&self) -> Error {
-        Error::Capturing {
-            what: format!("stream {:#x}", self.raw().0.addr()),
-        }
+        Error::State(StateFault::Capturing(format!(
+            "stream {:#x}",
+            self.raw().0.addr()
+        )))
     }
 
     /// Whether all work enqueued so far is done (`cuStreamQuery`).
     ///
     /// # Errors
-    /// [`Error::Capturing`] for a stream that is being captured: it has no such state, and the
+    /// [`Error::State`] for a stream that is being captured: it has no such state, and the
     /// query would invalidate the capture; [`Error::Driver`], also for a fault of earlier work.
     pub fn is_idle(&self) -> Result<bool> {
         self.check_not_capturing()?;
@@ -291,7 +292,7 @@ impl Stream {
     /// there, `cuStreamWaitEvent` here). No CPU waits.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is
+    /// [`Error::Argument`] for a stream of another device; [`Error::State`] for one that is
     /// being captured; [`Error::Driver`].
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         if self.device().info().id != other.device().info().id {
@@ -322,7 +323,7 @@ impl Stream {
     }
 
     /// Enqueues memory operations on words in registered memory, or does nothing and returns
-    /// [`Error::Capturing`].
+    /// [`Error::State`] for a stream that is being captured.
     ///
     /// # Safety
     /// Every word lies in registered memory that outlives the operation.
@@ -352,8 +353,9 @@ impl Stream {
         unsafe { self.backend().may_signal_from_cpu(self.raw()) }
     }
 
-    /// Enqueues a copy from host memory, which may be reused at once ([`Copies::upload`](crate::backend::Copies::upload)), or does
-    /// nothing and returns [`Error::Capturing`].
+    /// Enqueues a copy from host memory, which may be reused at once
+    /// ([`Copies::upload`](crate::backend::Copies::upload)), or does nothing and returns
+    /// [`Error::State`] for a stream that is being captured.
     ///
     /// # Safety
     /// As for [`Copies::upload`](crate::backend::Copies::upload).

@@ -155,7 +155,7 @@ impl Layout {
     /// empty tensor.
     ///
     /// # Errors
-    /// [`Error::Layout`]: more than [`RANK_MAX`] dimensions, or more than `i64::MAX` bytes.
+    /// [`Error::Argument`]: more than [`RANK_MAX`] dimensions, or more than `i64::MAX` bytes.
     #[inline]
     pub fn contiguous(dtype: DType, shape: &[u64]) -> Result<Layout> {
         check_rank(shape.len())?;
@@ -211,7 +211,7 @@ impl Layout {
     /// strides are allowed as long as every element lies inside the slot.
     ///
     /// # Errors
-    /// [`Error::Layout`]: ranks differ or are too high, an element before the slot, or sizes past
+    /// [`Error::Argument`]: ranks differ or are too high, an element before the slot, or sizes past
     /// `i64::MAX`.
     pub fn strided(dtype: DType, shape: &[u64], strides: &[i64], offset: u64) -> Result<Layout> {
         check_rank(shape.len())?;
@@ -248,7 +248,7 @@ impl Layout {
     /// `bytes` plain bytes: a one-dimensional `uint8` tensor.
     ///
     /// # Errors
-    /// [`Error::Layout`] past `i64::MAX`.
+    /// [`Error::Argument`] past `i64::MAX`.
     #[inline]
     pub fn bytes_only(bytes: u64) -> Result<Layout> {
         Layout::contiguous(DType::U8, &[bytes])
@@ -505,7 +505,10 @@ mod tests {
     fn negative_strides_must_stay_inside_the_slot() {
         assert!(matches!(
             Layout::strided(DType::I16, &[4], &[-1], 0),
-            Err(Error::Layout { .. })
+            Err(Error::Argument {
+                argument: "tensor layout",
+                ..
+            })
         ));
         assert_eq!(
             Layout::strided(DType::I16, &[4], &[-1], 6).unwrap().bytes(),
@@ -519,14 +522,20 @@ mod tests {
             assert!(
                 matches!(
                     Layout::contiguous(DType::C128, shape),
-                    Err(Error::Layout { .. })
+                    Err(Error::Argument {
+                        argument: "tensor layout",
+                        ..
+                    })
                 ),
                 "{shape:?}"
             );
         }
         assert!(matches!(
             Layout::strided(DType::U8, &[u64::MAX, 2], &[0, 1], 0),
-            Err(Error::Layout { .. })
+            Err(Error::Argument {
+                argument: "tensor layout",
+                ..
+            })
         ));
     }
 

@@ -16,7 +16,7 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// `Duration::ZERO` asks for what is there.
 ///
 /// A call that its wait ended returns [`Error::Timeout`], or says what was missing:
-/// [`Error::NotFound`] a name, [`Error::MemoryLimit`] memory, [`Error::QueueFull`] room. It has had
+/// [`Error::NotFound`] a name, [`Error::Limit`] memory or room. It has had
 /// no effect: it has taken nothing, and memory that was handed to it is in
 /// the error. After a wait of zero `Timeout` costs next to nothing, so it can be polled with.
 ///

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use warpipe::backend::StreamOp;
-use warpipe::{Access, Device, DeviceFault, Error};
+use warpipe::{Access, Device, DeviceFault, Error, LimitFault};
 
 use super::cases::{MIB, PATIENCE, REGION_BYTES, census, download, export, gpu, import, release};
 
@@ -72,7 +72,7 @@ pub fn exhaustion() {
     let held = backend.allocate(REGION_BYTES).unwrap();
     let error = backend.allocate(4 * MIB).unwrap_err();
     assert!(
-        matches!(error, Error::DeviceMemory { bytes, .. } if bytes == 4 * MIB),
+        matches!(error, Error::Limit(LimitFault::Device { bytes, .. }) if bytes == 4 * MIB),
         "{error:?}"
     );
     assert!(
@@ -198,7 +198,7 @@ pub fn foreign_descriptors() {
                 Error::Device {
                     fault: DeviceFault::NotShareable,
                     ..
-                } | Error::DeviceMemory { .. }
+                } | Error::Limit(LimitFault::Device { .. })
             ),
             "{lie}: {error:?}"
         );

@@ -5,7 +5,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use warpipe::backend::IPC_EVENTS_MAX;
-use warpipe::{Device, DeviceFault, Error, HandleFault, LegacyHandle, LegacyMemory, PointerKind};
+use warpipe::{
+    Device, DeviceFault, Error, HandleFault, LegacyHandle, LegacyMemory, LimitFault, PointerKind,
+};
 
 use super::cases::{MIB, PATIENCE, download, driver_library, gpu, release, words};
 use super::process::{self, CASE};
@@ -273,7 +275,10 @@ pub fn legacy_kinds() {
     ];
     for (ptr, due) in cases {
         match export(&device, ptr, 8) {
-            Err(Error::NotExportable { ptr: told, kind }) => assert_eq!((told, kind), (ptr, due)),
+            Err(Error::Handle {
+                fault: HandleFault::NotExportable { ptr: told, kind },
+                ..
+            }) => assert_eq!((told, kind), (ptr, due)),
             other => panic!("{due:?}: {other:?}"),
         }
     }
@@ -349,9 +354,7 @@ pub fn ipc_events() {
         .collect();
     assert!(matches!(
         backend.create_ipc_event(),
-        Err(Error::EventLimit {
-            limit: IPC_EVENTS_MAX
-        })
+        Err(Error::Limit(LimitFault::Events(IPC_EVENTS_MAX)))
     ));
     // SAFETY: each event is live and destroyed once.
     unsafe {
@@ -362,7 +365,10 @@ pub fn ipc_events() {
         assert!(backend.query_event(opened).unwrap());
         backend.destroy_event(opened).unwrap();
         assert!(
-            matches!(backend.create_ipc_event(), Err(Error::EventLimit { .. })),
+            matches!(
+                backend.create_ipc_event(),
+                Err(Error::Limit(LimitFault::Events(_)))
+            ),
             "an opened one counts not"
         );
     }
@@ -384,7 +390,7 @@ pub fn ipc_events_of_others() {
     for _ in 0..2 {
         assert!(matches!(
             backend.create_ipc_event(),
-            Err(Error::EventLimit { .. })
+            Err(Error::Limit(LimitFault::Events(_)))
         ));
     }
     backend.create_ipc_event().unwrap();

@@ -404,7 +404,10 @@ impl Control {
 
 /// Whether a name has an owner that publishes no samples.
 fn is_no_publisher(error: &Error) -> bool {
-    matches!(error, Error::Local(warpipe::Error::OtherKind { .. }))
+    matches!(
+        error,
+        Error::Local(warpipe::Error::Name(warpipe::NameFault::OtherKind { .. }))
+    )
 }
 
 /// Why an export ended, and how long its name rests.

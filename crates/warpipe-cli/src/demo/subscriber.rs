@@ -12,7 +12,8 @@ use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
 use warpipe::backend::StreamOp;
 use warpipe::{
-    Device, Error, OptionalExtension, Receipt, Sample, Stream, Subscriber, SubscriberOptions, clock,
+    Device, Error, Loss, OptionalExtension, Receipt, Sample, Stream, Subscriber, SubscriberOptions,
+    clock,
 };
 
 use super::child::{Child, ChildArgs, tell};
@@ -219,7 +220,7 @@ fn check_all(
                     }))?;
                 }
             }
-            Err(Error::SampleLost { .. }) => {
+            Err(Error::Lost(Loss::Sample { .. })) => {
                 book.lose(number);
                 tell(json!({ "event": "lost", "number": number, "at_ns": at_ns }))?;
             }

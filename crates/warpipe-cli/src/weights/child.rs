@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 use warpipe::weights::{NamedWeights, SharedWeights, Source, Weights};
-use warpipe::{Domain, Error, OpenOptions};
+use warpipe::{Domain, Error, OpenOptions, WeightsFault};
 
 use crate::args::WeightsServeArgs;
 use crate::device_arg::DeviceArg;
@@ -207,12 +207,12 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
                 read_seconds: start.elapsed().as_secs_f64(),
             }));
         }
-        Err(Error::WeightsUnverified {
+        Err(Error::Weights(WeightsFault::Unverified {
             version, tensors, ..
-        }) if tensors.is_empty() => (version, Refusal::Unhashed),
-        Err(Error::WeightsUnverified {
+        })) if tensors.is_empty() => (version, Refusal::Unhashed),
+        Err(Error::Weights(WeightsFault::Unverified {
             version, tensors, ..
-        }) => (version, Refusal::Damaged { tensors }),
+        })) => (version, Refusal::Damaged { tensors }),
         Err(error) => return Err(error.into()),
     };
     Ok(ChildLine::NotTaken(NotTaken { version, reason }))

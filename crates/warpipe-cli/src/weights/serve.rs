@@ -12,7 +12,7 @@ use anyhow::{Context, anyhow};
 use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
 use warpipe::weights::{Keeper, KeeperOptions, NamedWeights};
-use warpipe::{Domain, Error};
+use warpipe::{Domain, Error, NameFault};
 
 use super::child::{self, ChildLine, NotTaken, OfferedVersion, Refusal, Task};
 use super::progress::Progress;
@@ -48,7 +48,7 @@ pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
 /// Another keeper would take over the version that processes have open, and load no file.
 fn with_next_step_for_a_kept_name(error: Error) -> anyhow::Error {
     match error {
-        Error::NameTaken { .. } => UsageError(format!(
+        Error::Name(NameFault::Taken { .. }) => UsageError(format!(
             "{error}; publish a new version to it with `warpipe.weights.publish`, or take another name"
         ))
         .into(),

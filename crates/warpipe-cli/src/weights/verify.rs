@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde_json::json;
 use warpipe::weights::{NamedWeights, SharedWeights};
-use warpipe::{Error, OpenOptions};
+use warpipe::{Error, OpenOptions, WeightsFault};
 
 use super::{counted, names};
 use crate::args::WeightsVerifyArgs;
@@ -29,9 +29,9 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
     let verified = SharedWeights::verify(&args.name, options, Duration::ZERO);
     let (version, damaged, hashed) = match verified {
         Ok(version) => (version, Vec::new(), true),
-        Err(Error::WeightsUnverified {
+        Err(Error::Weights(WeightsFault::Unverified {
             version, tensors, ..
-        }) => {
+        })) => {
             let hashed = !tensors.is_empty();
             (version, tensors, hashed)
         }

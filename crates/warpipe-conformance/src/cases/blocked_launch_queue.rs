@@ -14,7 +14,7 @@ use warpipe::backend::StreamOp;
 use warpipe::backend::host::HostBackend;
 use warpipe::backend::testing::{Hook, Wrapped};
 use warpipe::{
-    DType, Device, Error, Layout, PeerState, Policy, Publisher, PublisherOptions, RawStream,
+    DType, Device, Error, Layout, Loss, PeerState, Policy, Publisher, PublisherOptions, RawStream,
     Sample, Stream, Subscriber, SubscriberOptions,
 };
 use warpipe_testkit::eventually;
@@ -172,7 +172,7 @@ impl HeldUp {
             .context("the sends that were held up")?;
         stream.synchronize(PATIENCE)?;
         match waiting.finish(PATIENCE) {
-            Err(Error::SampleLost { .. }) => Ok(()),
+            Err(Error::Lost(Loss::Sample { .. })) => Ok(()),
             other => bail!("the sample of a dead process gave {other:?}"),
         }
     }

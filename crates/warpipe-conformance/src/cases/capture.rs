@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
     Access, Error, Event, EventOptions, Layout, LentBuffer, Memory, Pool, PoolOptions, Semaphore,
-    SemaphoreOptions, Stream, Timeline, TimelineOptions,
+    SemaphoreOptions, StateFault, Stream, Timeline, TimelineOptions,
 };
 use warpipe_testkit::eventually;
 
@@ -162,7 +162,7 @@ fn busy_streams(context: &Context) -> Result<()> {
 
 fn refused<T: Debug>(what: &str, outcome: Result<T, impl Into<Error>>) -> Result<()> {
     match outcome.map_err(Into::into) {
-        Err(Error::Capturing { .. }) => Ok(()),
+        Err(Error::State(StateFault::Capturing(_))) => Ok(()),
         other => bail!("{what} gave {other:?}"),
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::event::epoll;
 use warpipe::backend::testing::{Failing, Wrapped};
-use warpipe::{Device, Error, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+use warpipe::{Device, Error, Loss, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, all_whole, skip};
@@ -509,7 +509,7 @@ fn refused_signal(context: &Context) -> Result<()> {
             other => bail!("a refused signal gave {other:?}"),
         }
         match subscriber.receive(&receiving, PATIENCE)?.finish(PATIENCE) {
-            Err(Error::SampleLost { sequence, .. }) => {
+            Err(Error::Lost(Loss::Sample { sequence, .. })) => {
                 ensure!(sequence == 2 * round + 1, "sample {sequence} is lost")
             }
             other => bail!("a sample without its signal gave {other:?}"),
@@ -549,7 +549,7 @@ fn lost_history(context: &Context) -> Result<()> {
         "the first is whole"
     );
     match late.receive(&stream, PATIENCE)?.finish(PATIENCE) {
-        Err(Error::SampleLost { sequence: 2, .. }) => {}
+        Err(Error::Lost(Loss::Sample { sequence: 2, .. })) => {}
         other => bail!("the one that was given up gave {other:?}"),
     }
     ensure!(

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::backend::testing::{Delaying, Failing, Wrapped};
-use warpipe::{Device, Error, Publisher, PublisherOptions};
+use warpipe::{Device, Error, Loss, Publisher, PublisherOptions};
 
 use super::Case;
 use crate::PATIENCE;
@@ -136,7 +136,7 @@ fn lost_sample(context: &Context) -> Result<()> {
     );
     let sample = subscriber.receive(&stream, PATIENCE)?;
     match sample.is_complete() {
-        Err(Error::SampleLost { sequence: 1, .. }) => {}
+        Err(Error::Lost(Loss::Sample { sequence: 1, .. })) => {}
         other => bail!("its signal was refused, and there came {other:?}"),
     }
     // Nothing is left to wait for: the stream must not be held for ever.

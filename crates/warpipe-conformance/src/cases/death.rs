@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Layout, PeerState, Publisher, PublisherOptions, Sample, Subscriber};
+use warpipe::{Error, Layout, Loss, PeerState, Publisher, PublisherOptions, Sample, Subscriber};
 use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
@@ -169,15 +169,15 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
     error_counters.check_sample(&unfinished)?;
     peer.kill()?;
     match unfinished.finish(PATIENCE) {
-        Err(Error::SampleLost {
+        Err(Error::Lost(Loss::Sample {
             sequence: 3, pid, ..
-        }) => ensure!(pid == peer.id() as i32, "lost by process {pid}"),
+        })) => ensure!(pid == peer.id() as i32, "lost by process {pid}"),
         other => bail!("an unfinished sample gave {other:?}"),
     }
     loop {
         match subscriber.receive(&stream, PATIENCE) {
             Ok(sample) => match sample.finish(PATIENCE) {
-                Err(Error::SampleLost { .. }) => {}
+                Err(Error::Lost(Loss::Sample { .. })) => {}
                 other => bail!("a further unfinished sample gave {other:?}"),
             },
             end => break expect_death(end, peer.id())?,
@@ -231,7 +231,7 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
                 // Proven a moment ago: the rescue comes by after this one was taken.
                 let lost = sample.finish(PATIENCE);
                 ensure!(
-                    matches!(lost, Err(Error::SampleLost { .. })),
+                    matches!(lost, Err(Error::Lost(Loss::Sample { .. }))),
                     "an unfinished sample gave {lost:?}"
                 );
             };

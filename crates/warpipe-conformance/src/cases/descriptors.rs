@@ -19,7 +19,7 @@ use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
 };
 use warpipe::{
-    Access, DeviceFault, Error, Memory, MemoryInfo, OpenOptions, Sample, Stream, Subscriber,
+    Access, DeviceFault, Error, Loss, Memory, MemoryInfo, OpenOptions, Sample, Stream, Subscriber,
     SubscriberOptions, Timeline, TimelineOptions,
 };
 use warpipe_testkit::eventually;
@@ -222,7 +222,7 @@ impl Scene {
         self.victim.kill()?;
         let unfinished = self.unfinished.take().context("held since the beginning")?;
         match unfinished.finish(LONG / 2) {
-            Err(Error::SampleLost { sequence: 1, .. }) => {}
+            Err(Error::Lost(Loss::Sample { sequence: 1, .. })) => {}
             other => bail!("a killed publisher's sample gave {other:?}"),
         }
         self.stream.synchronize(PATIENCE)?;

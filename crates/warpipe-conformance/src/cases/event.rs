@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use warpipe::backend::testing::{Counting, Delaying, Wrapped};
-use warpipe::{Device, Error, Event, EventHandle, EventOptions};
+use warpipe::{Device, Error, Event, EventHandle, EventOptions, LimitFault, StateFault};
 use warpipe_testkit::eventually;
 
 use self::deaths::{
@@ -173,12 +173,12 @@ fn never_recorded(context: &Context) -> Result<()> {
         event.synchronize(PATIENCE),
     ] {
         ensure!(
-            matches!(result, Err(Error::EventNotRecorded { .. })),
+            matches!(result, Err(Error::State(StateFault::NotRecorded(_)))),
             "it gave {result:?}"
         );
     }
-    peer.refuses(SignalOrder::WaitEvent, "EventNotRecorded")?;
-    peer.refuses(SignalOrder::Query, "EventNotRecorded")?;
+    peer.refuses(SignalOrder::WaitEvent, "StateFault::NotRecorded")?;
+    peer.refuses(SignalOrder::Query, "StateFault::NotRecorded")?;
     ensure!(stream.is_idle()?, "nothing was enqueued");
     peer.dismiss()
 }
@@ -269,7 +269,7 @@ fn limit_of_events(context: &Context) -> Result<()> {
         .collect::<warpipe::Result<Vec<Event>>>()
         .context("4096 events")?;
     match Event::new(EventOptions::at(&context.domain, &context.device)) {
-        Err(Error::EventLimit { limit: 4096 }) => {}
+        Err(Error::Limit(LimitFault::Events(4096))) => {}
         other => bail!("the 4097th event gave {other:?}"),
     }
     let mut peer = context.peer()?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Failing, Wrapped};
 use warpipe::{
-    DType, Device, Error, Layout, Publisher, PublisherOptions, Sample, SampleMut, Stream,
+    DType, Device, Error, Layout, Loss, Publisher, PublisherOptions, Sample, SampleMut, Stream,
     Subscriber, SubscriberOptions,
 };
 
@@ -234,7 +234,7 @@ impl Flow<'_> {
             .context("subscribed")?
             .receive(&self.sides[1].stream, PATIENCE)?;
         match lost.finish(PATIENCE) {
-            Err(Error::SampleLost { .. }) => {}
+            Err(Error::Lost(Loss::Sample { .. })) => {}
             other => bail!("a sample that was refused gave {other:?}"),
         }
         self.go(&[Step::Loan, Step::Send], 1)

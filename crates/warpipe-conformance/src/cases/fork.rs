@@ -5,7 +5,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{
     Error, Event, EventHandle, EventOptions, Layout, OpenOptions, Publisher, PublisherOptions,
-    Sample, SampleMut, Semaphore, SemaphoreOptions, Stream, Subscriber, Timeline, TimelineOptions,
+    Sample, SampleMut, Semaphore, SemaphoreOptions, StateFault, Stream, Subscriber, Timeline,
+    TimelineOptions,
 };
 use warpipe_testkit::{eventually, pidfd, wait_readable};
 
@@ -148,7 +149,8 @@ fn first_accepted(
     mut samples: Vec<Sample>,
     stream: &Stream,
 ) -> u8 {
-    let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
+    let is_forked =
+        |result: Result<(), Error>| matches!(result, Err(Error::State(StateFault::Forked)));
     let short = Duration::from_millis(1);
     let (Some(sample), Some(released), Some(finished)) =
         (samples.pop(), samples.pop(), samples.pop())
@@ -200,7 +202,8 @@ fn signals_refuse(context: &Context) -> Result<()> {
     ];
     let code = in_a_child(|| {
         let (timelines, events) = (std::mem::take(&mut timelines), std::mem::take(&mut events));
-        let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
+        let is_forked =
+            |result: Result<(), Error>| matches!(result, Err(Error::State(StateFault::Forked)));
         let of_timeline = |timeline: &Timeline| {
             is_forked(timeline.signal(&stream, 1, PATIENCE))
                 && is_forked(timeline.signal_now(1, PATIENCE))
@@ -311,13 +314,22 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
             return 254;
         };
         let refusals = [
-            matches!(released.release(&stream), Err(Error::Forked)),
-            matches!(member.acquire(&stream, Duration::ZERO), Err(Error::Forked)),
+            matches!(
+                released.release(&stream),
+                Err(Error::State(StateFault::Forked))
+            ),
+            matches!(
+                member.acquire(&stream, Duration::ZERO),
+                Err(Error::State(StateFault::Forked))
+            ),
             matches!(
                 member.acquire_host(Duration::ZERO).optional(),
-                Err(Error::Forked)
+                Err(Error::State(StateFault::Forked))
             ),
-            matches!(creator.acquire_host(Duration::ZERO), Err(Error::Forked)),
+            matches!(
+                creator.acquire_host(Duration::ZERO),
+                Err(Error::State(StateFault::Forked))
+            ),
         ];
         drop((dropped, member.clone(), creator.clone()));
         refusals

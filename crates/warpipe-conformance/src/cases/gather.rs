@@ -198,11 +198,17 @@ fn refusals(context: &Context) -> Result<()> {
     }
     let upon = Layout::strided(DType::U8, &[2, 4], &[2, 1], 0)?;
     match copy(&upon, ptr + 64, &Layout::contiguous(DType::U8, &[2, 4])?) {
-        Err(Error::Layout { .. }) => {}
+        Err(Error::Argument {
+            argument: "tensor layout",
+            ..
+        }) => {}
         other => bail!("elements upon each other gave {other:?}"),
     }
     match copy(&row, ptr + 64, &Layout::bytes_only(9)?) {
-        Err(Error::Layout { .. }) => {}
+        Err(Error::Argument {
+            argument: "tensor layout",
+            ..
+        }) => {}
         other => bail!("another shape gave {other:?}"),
     }
     copy(&row, ptr + 8, &row)?;

@@ -12,8 +12,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{
-    Access, Device, DeviceFault, Error, Expiry, Kind, Memory, MemoryInfo, PublishOptions,
-    SharedMemory, Ticket,
+    Access, Device, DeviceFault, Error, Expiry, HandleFault, Kind, Memory, MemoryInfo,
+    PublishOptions, SharedMemory, Ticket,
 };
 use warpipe_testkit::{eventually, wait_readable};
 
@@ -272,8 +272,12 @@ fn closed_owner(context: &Context) -> Result<()> {
     peer.ask(&Order::Hold(HolderOrder::Withdraw { seed: 6 }))?;
     // Also while the memory is open here, which stays as it was.
     match ticket.open(&context.device, Duration::ZERO) {
-        Err(Error::TicketExpired {
-            expiry: Expiry::Gone { died: false },
+        Err(Error::Handle {
+            fault:
+                HandleFault::Expired {
+                    expiry: Expiry::Gone { died: false },
+                    ..
+                },
             ..
         }) => {}
         other => bail!("after its owner closed, {other:?}"),
@@ -282,8 +286,12 @@ fn closed_owner(context: &Context) -> Result<()> {
     drop(memory);
     let later = publish(&mut peer, "weights", 7, false)?;
     match ticket.open(&context.device, PATIENCE) {
-        Err(Error::TicketExpired {
-            expiry: Expiry::Replaced,
+        Err(Error::Handle {
+            fault:
+                HandleFault::Expired {
+                    expiry: Expiry::Replaced,
+                    ..
+                },
             ..
         }) => {}
         other => bail!("under a later owner, {other:?}"),
@@ -302,8 +310,12 @@ fn killed_owner(context: &Context) -> Result<()> {
     stream.synchronize(PATIENCE)?;
     is_whole(context, &memory, 9)?;
     match ticket.open(&context.device, Duration::ZERO) {
-        Err(Error::TicketExpired {
-            expiry: Expiry::Gone { died: true },
+        Err(Error::Handle {
+            fault:
+                HandleFault::Expired {
+                    expiry: Expiry::Gone { died: true },
+                    ..
+                },
             ..
         }) => {}
         other => bail!("after its owner's death, {other:?}"),

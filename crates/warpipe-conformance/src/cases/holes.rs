@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Event, OpenOptions, Semaphore, SemaphoreOptions, Timeline};
+use warpipe::{Error, Event, Loss, OpenOptions, Semaphore, SemaphoreOptions, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -62,7 +62,7 @@ fn link(context: &Context) -> Result<()> {
         .synchronize(PATIENCE)
         .context("the reader's stream goes on")?;
     match sample.finish(PATIENCE) {
-        Err(Error::SampleLost { .. }) => Ok(()),
+        Err(Error::Lost(Loss::Sample { .. })) => Ok(()),
         other => bail!("an unfinished sample gave {other:?}"),
     }
 }
@@ -126,7 +126,7 @@ fn event(context: &Context) -> Result<()> {
         .synchronize(PATIENCE)
         .context("a waiting stream is released")?;
     ensure!(
-        matches!(event.check(recording), Err(Error::EventLost { .. })),
+        matches!(event.check(recording), Err(Error::Lost(Loss::Event { .. }))),
         "the recording is lost"
     );
     drop(memory);

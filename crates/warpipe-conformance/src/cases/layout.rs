@@ -5,7 +5,7 @@ use std::sync::mpsc::channel;
 
 use anyhow::{Result, bail, ensure};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
-use warpipe::{DType, Error, Layout, Memory, Publisher, PublisherOptions};
+use warpipe::{DType, Error, Layout, LimitFault, Memory, Publisher, PublisherOptions};
 
 use super::{Case, all_whole, skip};
 use crate::PATIENCE;
@@ -136,7 +136,7 @@ fn beyond_four_gigabytes(context: &Context) -> Result<()> {
     peer.subscribe("large")?;
     for seed in [10, 20] {
         let mut sample = match publisher.loan(&Layout::bytes_only(bytes)?) {
-            Err(error @ Error::DeviceMemory { .. }) => return skip(error.to_string()),
+            Err(error @ Error::Limit(LimitFault::Device { .. })) => return skip(error.to_string()),
             other => other?,
         };
         let payload = Payload {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::IPC_EVENTS_MAX;
 use warpipe::backend::testing::{Counting, Failing, Wrapped};
-use warpipe::{Device, Error, HandleFault, LegacyHandle, PointerKind};
+use warpipe::{Device, Error, HandleFault, LegacyHandle, LimitFault, PointerKind};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -232,9 +232,13 @@ fn freed_by_exporter(context: &Context) -> Result<()> {
 fn not_exportable(context: &Context) -> Result<()> {
     let device = &context.device;
     let refused = |what: &str, ptr, due| match device_malloc::export(device, ptr) {
-        Err(Error::NotExportable {
-            ptr: reported,
-            kind,
+        Err(Error::Handle {
+            fault:
+                HandleFault::NotExportable {
+                    ptr: reported,
+                    kind,
+                },
+            ..
         }) => {
             ensure!(
                 (reported, kind) == (ptr, due),
@@ -405,9 +409,7 @@ fn events(context: &Context) -> Result<()> {
     }
     let device = &context.device;
     device_malloc::with_events(device, IPC_EVENTS_MAX + 1, |handles, end| match end {
-        Some(Error::EventLimit {
-            limit: IPC_EVENTS_MAX,
-        }) => {
+        Some(Error::Limit(LimitFault::Events(IPC_EVENTS_MAX))) => {
             context.figure("interprocess_events", handles.len() as u64);
             Ok(())
         }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use warpipe::{
-    Change, Error, Member, MemberInfo, MemberOptions, Members, MembersOptions, PeerState,
+    Change, Error, FileFault, Member, MemberInfo, MemberOptions, Members, MembersOptions,
+    NameFault, PeerState,
 };
 use warpipe_testkit::{eventually, pidfd, wait_readable};
 
@@ -356,7 +357,7 @@ fn taken_and_free(context: &Context) -> Result<()> {
             ..MemberOptions::at(&context.domain)
         },
     ) {
-        Err(Error::NameTaken { name, holder }) => {
+        Err(Error::Name(NameFault::Taken { name, holder })) => {
             ensure!(
                 name == "members/only" && holder.pid == Some(peer.id() as i32),
                 "{name} is held by {holder}"
@@ -451,7 +452,7 @@ fn foreign_files(context: &Context) -> Result<()> {
         members.overlooked()
     );
     match Member::new("silent", MemberOptions::at(&context.domain)) {
-        Err(Error::ForeignFile { .. }) => {}
+        Err(Error::File(FileFault::Foreign { .. })) => {}
         other => bail!("a foreign name gave {other:?}"),
     }
     let present = [&silent, &stream, &datagram, &file, &folder, &link]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Error, Layout, Publisher, PublisherOptions};
+use warpipe::{Error, Layout, LimitFault, Publisher, PublisherOptions};
 use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
@@ -79,12 +79,12 @@ fn limit(context: &Context) -> Result<()> {
         .map(|_| publisher.loan(&layout))
         .collect::<warpipe::Result<Vec<_>>>()?;
     match publisher.loan(&layout) {
-        Err(Error::MemoryLimit {
+        Err(Error::Limit(LimitFault::Memory {
             bytes: MIB,
             used,
             limit,
             ..
-        }) => {
+        })) => {
             ensure!(
                 (used, limit) == (4 * MIB, 4 * MIB),
                 "{used} of {limit} bytes in use"
@@ -95,7 +95,7 @@ fn limit(context: &Context) -> Result<()> {
     loans.pop();
     loans.push(publisher.loan(&layout)?);
     match publisher.loan(&Layout::bytes_only(5 * MIB)?) {
-        Err(Error::MemoryLimit { .. }) => {}
+        Err(Error::Limit(LimitFault::Memory { .. })) => {}
         other => bail!("a loan beyond the limit gave {other:?}"),
     }
     drop(loans);
@@ -148,7 +148,7 @@ fn limit_by_holders(context: &Context) -> Result<()> {
         }
         peer.hold(4)?;
         match publisher.loan(&Layout::bytes_only(8)?) {
-            Err(Error::MemoryLimit { .. }) => {}
+            Err(Error::Limit(LimitFault::Memory { .. })) => {}
             other => bail!("a loan while all memory is held gave {other:?}"),
         }
         let mut items = peer.release()?;

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use std::sync::Arc;
 use std::time::Duration;
-use warpipe::{Error, Policy, Publisher, PublisherOptions};
+use warpipe::{Error, LimitFault, Policy, Publisher, PublisherOptions};
 use warpipe_testkit::{Rng, pick};
 
 use super::Case;
@@ -104,7 +104,7 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
                     );
                     sent = sequence;
                 }
-                Err(Error::Timeout { .. } | Error::Full { .. }) => {}
+                Err(Error::Timeout { .. } | Error::Limit(LimitFault::Depth { .. })) => {}
                 Err(error) => return Err(error.into()),
             }
             continue;

@@ -3,7 +3,8 @@
 use anyhow::{Result, bail, ensure};
 use std::time::Duration;
 use warpipe::{
-    Error, PeerState, Publisher, PublisherOptions, Sample, Stream, Subscriber, SubscriberOptions,
+    Error, NameFault, PeerState, Publisher, PublisherOptions, Sample, Stream, Subscriber,
+    SubscriberOptions,
 };
 use warpipe_testkit::eventually;
 
@@ -55,7 +56,7 @@ fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("camera/front"))?;
     match context.publisher("camera/front") {
-        Err(Error::NameTaken { name, holder }) => {
+        Err(Error::Name(NameFault::Taken { name, holder })) => {
             ensure!(name == "camera/front", "the name {name:?}");
             ensure!(
                 holder.pid == Some(peer.id() as i32),

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Pool, PoolOptions, Subscriber, SubscriberOptions};
+use warpipe::{Error, LimitFault, Loss, Pool, PoolOptions, Subscriber, SubscriberOptions};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -92,7 +92,7 @@ fn exec(context: &Context) -> Result<()> {
     let unfinished = subscriber.receive(&stream, PATIENCE)?;
     peer.send(&Order::Exec)?;
     match unfinished.finish(LONG / 2) {
-        Err(Error::SampleLost { sequence: 2, .. }) => {}
+        Err(Error::Lost(Loss::Sample { sequence: 2, .. })) => {}
         other => bail!("the sample of a publisher that called exec gave {other:?}"),
     }
     stream
@@ -146,7 +146,7 @@ fn rescued(context: &Context) -> Result<()> {
     let orphan = peer.orphan(&Order::ForkUnseen)?;
     peer.kill()?;
     match unfinished.finish(LONG / 2) {
-        Err(Error::SampleLost { sequence: 1, .. }) => {}
+        Err(Error::Lost(Loss::Sample { sequence: 1, .. })) => {}
         other => bail!("a sample of a dead publisher with a living orphan gave {other:?}"),
     }
     stream
@@ -244,7 +244,7 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
             let orphan = peer.orphan(&Order::ForkUnseen)?;
             peer.kill()?;
             match pool.allocate(BYTES, lives) {
-                Err(Error::MemoryLimit { .. }) => orphan.end(),
+                Err(Error::Limit(LimitFault::Memory { .. })) => orphan.end(),
                 other => bail!("the block of a dead writer with a living orphan gave {other:?}"),
             }
         }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use warpipe::{
-    Change, Client, ClientOptions, Error, LentBuffer, Members, MembersOptions, OpenOptions,
-    PoolClient, Semaphore, Ticket, Timeline, TimelineOptions, Worker, WorkerOptions,
+    Change, Client, ClientOptions, Error, LentBuffer, LimitFault, Loss, Members, MembersOptions,
+    OpenOptions, PoolClient, Semaphore, Ticket, Timeline, TimelineOptions, Worker, WorkerOptions,
 };
 use warpipe_testkit::{Rng, eventually};
 
@@ -116,7 +116,9 @@ fn kill_under(
             match step() {
                 Ok(())
                 | Err(
-                    Error::Timeout { .. } | Error::MemoryLimit { .. } | Error::SampleLost { .. },
+                    Error::Timeout { .. }
+                    | Error::Limit(LimitFault::Memory { .. })
+                    | Error::Lost(Loss::Sample { .. }),
                 ) => {}
                 Err(error) => break Ok(error),
             }

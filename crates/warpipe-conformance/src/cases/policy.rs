@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Policy, Publisher, PublisherOptions, Stream};
+use warpipe::{Error, LimitFault, Policy, Publisher, PublisherOptions, Stream};
 use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
@@ -134,9 +134,9 @@ fn fail(context: &Context) -> Result<()> {
         Ok(sequence) => bail!("sample {sequence} went into a full ring"),
     };
     match &failed.error {
-        Error::Full {
+        Error::Limit(LimitFault::Depth {
             subscriber, depth, ..
-        } => {
+        }) => {
             ensure!(
                 *depth == DEPTH && subscriber.contains(&peer.id().to_string()),
                 "{failed}"

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    Access, Buffer, Error, Expiry, Kind, LentBuffer, OpenOptions, Pool, PoolClient, PoolOptions,
-    Quota, Ticket,
+    Access, Buffer, Error, Expiry, HandleFault, Kind, LentBuffer, LimitFault, OpenOptions, Pool,
+    PoolClient, PoolOptions, Quota, Ticket,
 };
 use warpipe_testkit::eventually;
 
@@ -112,11 +112,11 @@ fn fill_now(context: &Context, block: &Buffer, seed: u64) -> Result<()> {
 
 fn is_full<T: std::fmt::Debug>(result: warpipe::Result<T>) -> Result<()> {
     match result {
-        Err(Error::MemoryLimit {
+        Err(Error::Limit(LimitFault::Memory {
             used: BYTES,
             limit: BYTES,
             ..
-        }) => Ok(()),
+        })) => Ok(()),
         other => bail!("with all memory in use, {other:?}"),
     }
 }
@@ -170,7 +170,10 @@ fn lent(context: &Context) -> Result<()> {
         drop(pool.allocate(BYTES, PATIENCE)?);
         match peer.try_ask(&Order::Hold(HolderOrder::Borrow(ticket)))? {
             Err(Fault { kind, text }) => {
-                ensure!(kind == "TicketExpired" && text.contains("back"), "{text}")
+                ensure!(
+                    kind == "HandleFault::Expired" && text.contains("back"),
+                    "{text}"
+                )
             }
             Ok(answer) => bail!("a returned block was lent: {answer:?}"),
         }
@@ -334,7 +337,7 @@ fn remote_allocation(context: &Context) -> Result<()> {
         );
     }
     match client.allocate(8, Duration::ZERO) {
-        Err(Error::MemoryLimit { used, limit, .. }) => {
+        Err(Error::Limit(LimitFault::Memory { used, limit, .. })) => {
             ensure!((used, limit) == (2 * BYTES, 2 * BYTES))
         }
         other => bail!("with all memory in use, {other:?}"),
@@ -418,8 +421,12 @@ fn killed_owner(context: &Context) -> Result<()> {
         other => bail!("of a dead owner, {other:?}"),
     }
     match LentBuffer::open(&ticket, &context.device, Duration::ZERO) {
-        Err(Error::TicketExpired {
-            expiry: Expiry::Gone { died: true },
+        Err(Error::Handle {
+            fault:
+                HandleFault::Expired {
+                    expiry: Expiry::Gone { died: true },
+                    ..
+                },
             ..
         }) => {}
         other => bail!("a dead owner's ticket gave {other:?}"),
@@ -533,8 +540,8 @@ fn tenants(context: &Context) -> Result<()> {
     }
     let (mut killed, mut survivor) = (peers.remove(0), peers.remove(0));
     let of_user = format!("quota of user {NOBODY}");
-    fails_with(&mut killed, allocate(8, 20), "QuotaExceeded", &of_user)?;
-    fails_with(&mut survivor, allocate(8, 20), "MemoryLimit", "pool")?;
+    fails_with(&mut killed, allocate(8, 20), "LimitFault::Quota", &of_user)?;
+    fails_with(&mut survivor, allocate(8, 20), "LimitFault::Memory", "pool")?;
     ensure!(pool.usage(NOBODY).region_bytes == BYTES && pool.usage(OTHER).region_bytes == BYTES);
     // Killed while its device writes the block.
     let order = HolderOrder::FillAndFree {

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    Error, JobEnd, JobHandle, JobResult, Queue, QueueOptions, QueueState, ResultOrder, Stream,
+    Error, JobEnd, JobHandle, JobResult, LimitFault, NameFault, Queue, QueueOptions, QueueState,
+    ResultOrder, StateFault, Stream,
 };
 use warpipe_testkit::eventually;
 
@@ -308,7 +309,7 @@ fn back_pressure(context: &Context) -> Result<()> {
     )?;
     let refused = queue.submit(input, &stream);
     let Err(warpipe::SubmitError {
-        error: Error::QueueFull { limit: 2, .. },
+        error: Error::Limit(LimitFault::Jobs { limit: 2, .. }),
         loan: Some(input),
     }) = refused
     else {
@@ -479,7 +480,7 @@ fn drain_and_shutdown(context: &Context) -> Result<()> {
     let late =
         submit(&queue, &stream, 9, Duration::ZERO).map_err(|error| error.downcast::<Error>());
     ensure!(
-        matches!(late, Err(Ok(Error::QueueClosed { .. }))),
+        matches!(late, Err(Ok(Error::State(StateFault::QueueClosed(_))))),
         "a shut queue gave {late:?}"
     );
     for (job, seed) in jobs.iter().zip(0..) {
@@ -489,7 +490,7 @@ fn drain_and_shutdown(context: &Context) -> Result<()> {
     ensure!(
         matches!(
             jobs[0].wait(&stream, PATIENCE),
-            Err(Error::QueueClosed { .. })
+            Err(Error::State(StateFault::QueueClosed(_)))
         ),
         "the queue is gone"
     );
@@ -535,7 +536,7 @@ fn plain_subscriber(context: &Context) -> Result<()> {
     let queue = context.queue("jobs")?;
     let built = context.subscriber("jobs");
     ensure!(
-        matches!(built, Err(Error::OtherKind { .. })),
+        matches!(built, Err(Error::Name(NameFault::OtherKind { .. }))),
         "a subscriber of a queue got {built:?}"
     );
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;

@@ -209,7 +209,10 @@ fn open(kind: Kind, site: &Site, reports: &mut u64) -> Result<Box<dyn Workload>>
             Ok(workload) => return Ok(workload),
             Err(error) => error,
         };
-        let is_taken = matches!(error.downcast_ref(), Some(warpipe::Error::NameTaken { .. }));
+        let is_taken = matches!(
+            error.downcast_ref(),
+            Some(warpipe::Error::Name(warpipe::NameFault::Taken { .. }))
+        );
         let is_over = Instant::now() >= deadline || *reports >= REPORTS_MAX;
         ensure!(!is_over && is_refusal(&error), error.context("opening it"));
         *reports += u64::from(!is_taken);

@@ -9,8 +9,8 @@ use anyhow::{Result, bail, ensure};
 use warpipe::backend::testing::{Failing, Hook, Wrapped};
 use warpipe::backend::{Backend, StreamOp};
 use warpipe::{
-    DType, Device, Error, Layout, Policy, Publisher, PublisherOptions, RawStream, SampleMut,
-    Stream, Subscriber,
+    DType, Device, Error, Layout, LimitFault, Loss, Policy, Publisher, PublisherOptions, RawStream,
+    SampleMut, Stream, Subscriber,
 };
 use warpipe_testkit::eventually;
 
@@ -93,7 +93,7 @@ impl Tight {
         loop {
             match self.loan() {
                 Ok(loan) => loans.push(loan),
-                Err(Error::MemoryLimit { .. }) => return Ok(loans.len()),
+                Err(Error::Limit(LimitFault::Memory { .. })) => return Ok(loans.len()),
                 Err(other) => bail!(other),
             }
         }
@@ -157,7 +157,7 @@ fn failed_copy(context: &Context) -> Result<()> {
         &Layout::contiguous(DType::U64, &[WORDS])?,
         &bytes,
     ) {
-        Err(Error::Full { .. }) => {}
+        Err(Error::Limit(LimitFault::Depth { .. })) => {}
         other => bail!("a full subscriber gave {other:?}"),
     }
     full.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
@@ -186,7 +186,7 @@ fn refused_send(context: &Context) -> Result<()> {
     }
     let sample = subscriber.receive(&stream, PATIENCE)?;
     match sample.is_complete() {
-        Err(Error::SampleLost { sequence: 1, .. }) => {}
+        Err(Error::Lost(Loss::Sample { sequence: 1, .. })) => {}
         other => bail!("a sample without a signal gave {other:?}"),
     }
     ensure!(
@@ -274,7 +274,7 @@ fn departed_reader(context: &Context) -> Result<()> {
         "the subscriber has left during the send"
     );
     match publisher.loan(&layout) {
-        Err(Error::MemoryLimit { .. }) => {}
+        Err(Error::Limit(LimitFault::Memory { .. })) => {}
         other => bail!("a slot was asked for before its stream had written it: {other:?}"),
     }
     drop(gate);

@@ -4,7 +4,9 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Publisher, PublisherOptions, Sample, Stream, Subscriber, SubscriberOptions};
+use warpipe::{
+    Error, Loss, Publisher, PublisherOptions, Sample, Stream, Subscriber, SubscriberOptions,
+};
 use warpipe_testkit::{Rng, eventually, pick};
 
 use super::Case;
@@ -81,7 +83,9 @@ impl Seen {
         };
         match finished {
             Ok(wrong) => ensure!(wrong == 0, "sample {sequence} is torn: {wrong} wrong words"),
-            Err(error) if matches!(error.downcast_ref(), Some(Error::SampleLost { .. })) => {
+            Err(error)
+                if matches!(error.downcast_ref(), Some(Error::Lost(Loss::Sample { .. }))) =>
+            {
                 self.lost += 1;
                 return Ok(());
             }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
     AllocationClient, AllocationServer, AllocationServerOptions, DType, DevicePtr, Error, Layout,
-    LegacyMemory, LentBuffer, Member, MemberOptions, Memory, OpenOptions, PublishOptions,
+    LegacyMemory, LentBuffer, Loss, Member, MemberOptions, Memory, OpenOptions, PublishOptions,
     Published, Publisher, PublisherOptions, Sample, SampleMut, Stream, Subscriber,
     SubscriberOptions,
 };
@@ -534,7 +534,7 @@ fn conclude(
             stream.synchronize(PATIENCE)?;
             item.wrong = check.map(|check| error_counters.wrong_words(check));
         }
-        Err(error @ Error::SampleLost { .. }) => item.fault = Some(Fault::of(&error)),
+        Err(error @ Error::Lost(Loss::Sample { .. })) => item.fault = Some(Fault::of(&error)),
         Err(error) => bail!(error),
     }
     Ok(())

@@ -463,11 +463,16 @@ impl std::fmt::Display for Fault {
 impl std::error::Error for Fault {}
 
 macro_rules! variants {
-    ($($variant:ident)*) => {
-        /// The name of an error's variant.
+    ($($variant:ident)*; $($outer:ident($fault:ident: $($inner:ident)*))*) => {
+        /// The name of an error's variant, or of the fault in it.
         pub fn kind_of(error: &warpipe::Error) -> String {
+            use warpipe::*;
             let name = match error {
-                $(warpipe::Error::$variant { .. } => stringify!($variant),)*
+                Error::Handle { fault: HandleFault::Expired { .. }, .. } => "HandleFault::Expired",
+                $(Error::$variant { .. } => stringify!($variant),)*
+                $($(Error::$outer($fault::$inner { .. }) => {
+                    concat!(stringify!($fault), "::", stringify!($inner))
+                })*)*
                 _ => "Other",
             };
             name.to_owned()
@@ -476,13 +481,14 @@ macro_rules! variants {
 }
 
 variants! {
-    Device Driver Capturing DeviceMemory Os Name Domain ForeignFile
-    NameTaken NotFound OtherKind TicketExpired Refused
-    EventNotRecorded EventLost Handshake Protocol PeerGone SampleLost
-    LinkClosed Timeout Full MemoryLimit QuotaExceeded WeightsFile WeightsUnverified
-    WeightsMismatch
-    NotExportable EventLimit QueueFull
-    Handle Job QueueClosed Layout Argument Forked
+    Device Driver Os NotFound Handle Refused Handshake Protocol PeerGone LinkClosed Timeout Job
+    Argument;
+    Limit(LimitFault: Device Depth Memory Quota Events Jobs)
+    Name(NameFault: Invalid Taken OtherKind)
+    File(FileFault: Domain Foreign)
+    Lost(Loss: Sample Event)
+    Weights(WeightsFault: File Unverified Mismatch)
+    State(StateFault: Capturing NotRecorded QueueClosed Forked)
 }
 
 #[cfg(test)]
@@ -491,7 +497,10 @@ mod tests {
 
     #[test]
     fn a_fault_names_the_variant_also_behind_other_words() {
-        assert_eq!(kind_of(&warpipe::Error::Forked), "Forked");
+        assert_eq!(
+            kind_of(&warpipe::Error::State(warpipe::StateFault::Forked)),
+            "StateFault::Forked"
+        );
         let wrapped = anyhow::Error::from(warpipe::Error::NotFound {
             kind: warpipe::Kind::Publisher,
             name: "a".into(),

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{DType, Error, Layout, Publisher, PublisherOptions, Sample, Stream, Subscriber};
+use warpipe::{
+    DType, Error, Layout, Loss, Publisher, PublisherOptions, Sample, Stream, Subscriber,
+};
 
 use super::{Site, Workload};
 use crate::payload::{ErrorCounters, Payload, PayloadMark};
@@ -150,7 +152,7 @@ impl Channel {
 }
 
 fn is_lost(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(Error::SampleLost { .. }))
+    matches!(error.downcast_ref(), Some(Error::Lost(Loss::Sample { .. })))
 }
 
 impl Workload for Channel {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use warpipe::{Error, JobEnd};
+use warpipe::{Error, JobEnd, LimitFault};
 
 use crate::context::Context;
 use crate::fake_driver::FakeDriver;
@@ -151,7 +151,7 @@ pub fn is_refusal(error: &anyhow::Error) -> bool {
         matches!(
             error,
             Error::Timeout { .. }
-                | Error::MemoryLimit { .. }
+                | Error::Limit(LimitFault::Memory { .. })
                 | Error::Job {
                     end: JobEnd::Expired,
                     ..

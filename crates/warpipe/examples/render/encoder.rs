@@ -113,7 +113,7 @@ fn receive(
 fn copy(frame: Sample, picture: &mut Picture) -> Outcome<Option<u64>> {
     let number = u64::from_ne_bytes(frame.metadata().try_into()?);
     match frame.copy_to(&mut picture.pixels, PATIENCE) {
-        Err(warpipe::Error::SampleLost { .. }) => Ok(None),
+        Err(warpipe::Error::Lost(warpipe::Loss::Sample { .. })) => Ok(None),
         copied => Ok(copied.map(|()| Some(number))?),
     }
 }

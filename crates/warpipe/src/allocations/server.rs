@@ -77,8 +77,7 @@ impl AllocationServer {
     /// Takes the name and serves it.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
-    /// [`Error::Driver`].
+    /// [`Error::Name`], [`Error::File`], [`Error::Driver`].
     pub fn new(name: &str, options: AllocationServerOptions) -> Result<AllocationServer> {
         let name = EndpointName::new(name)?;
         let shares = Arc::new(Shares::new(chosen_device(&options.device))?);
@@ -117,9 +116,8 @@ impl AllocationServer {
     /// with them, as PyTorch's expandable segments are).
     ///
     /// # Errors
-    /// [`Error::NotExportable`] for other memory; [`Error::Argument`] for 0 bytes, for a stream of
-    /// another device, or beyond 16,384 shares with streams at work; [`Error::Capturing`],
-    /// [`Error::Handle`], [`Error::Forked`], [`Error::Driver`].
+    /// [`Error::Handle`] for other memory; [`Error::Argument`] for 0 bytes, for a stream of another
+    /// device, or beyond 16,384 shares with streams at work; [`Error::State`], [`Error::Driver`].
     ///
     /// # Safety
     /// The memory stays allocated as long as `owner` lives.
@@ -180,7 +178,7 @@ impl AllocationServer {
     /// opened it, or it was withdrawn.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::State`].
     pub fn withdraw(&self, number: u64) -> Result<bool> {
         let Inner { shares, .. } = self.inner.get()?;
         let share = shares.withdraw(number);
@@ -191,7 +189,7 @@ impl AllocationServer {
     /// contents, which may give it back; `None` once it is over.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::State`].
     pub fn is_opened(&self, number: u64) -> Result<Option<bool>> {
         Ok(self.inner.get()?.shares.is_opened(number))
     }

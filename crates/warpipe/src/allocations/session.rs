@@ -26,9 +26,8 @@ impl AllocationClient {
     /// Connects to the server of this name, to open its shares on the device of the options.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when no process serves it; [`Error::OtherKind`],
-    /// [`Error::Refused`] for a device that cannot reach its memory;
-    /// [`Error::Name`].
+    /// [`Error::NotFound`] when no process serves it; [`Error::Name`], [`Error::Refused`] for a
+    /// device that cannot reach its memory; [`Error::Name`].
     pub fn open<'w>(
         name: &str,
         options: OpenOptions,

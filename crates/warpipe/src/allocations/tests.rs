@@ -10,7 +10,7 @@ use super::*;
 use crate::allocations::shares::Shares;
 use crate::backend::testing::{Counting, Wrapped};
 use crate::backend::{Access, DevicePtr};
-use crate::error::Error;
+use crate::error::{Error, HandleFault};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, Address, ClientSession, IpcServer, Kind, SessionObserver, decode, encode,
@@ -355,7 +355,13 @@ fn memory_that_cannot_be_shared_is_refused_and_its_owner_dropped() {
         // SAFETY: refused, as it is no device memory.
         let refused = unsafe { stage.server.share(&stream, ptr, bytes, Box::new(tell)) };
         assert!(
-            matches!(refused, Err(Error::NotExportable { .. })),
+            matches!(
+                refused,
+                Err(Error::Handle {
+                    fault: HandleFault::NotExportable { .. },
+                    ..
+                })
+            ),
             "{refused:?}"
         );
         assert!(told.recv_timeout(WAIT).is_err(), "the owner is dropped");

@@ -25,7 +25,7 @@ use std::time::Duration;
 pub use crate::device_types::{
     Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream,
 };
-use crate::error::{DeviceFault, Error, Result};
+use crate::error::{DeviceFault, Error, LimitFault, Result};
 use crate::kernel::Kernel;
 pub use crate::rows::{Axis, Rows};
 use crate::slow_path::{self, SlowPath};
@@ -124,11 +124,11 @@ pub(crate) fn copy_at_once(
     let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>();
     let mut copy = Vec::new();
     if copy.try_reserve_exact(bytes as usize).is_err() {
-        return Err(Error::DeviceMemory {
+        return Err(Error::Limit(LimitFault::Device {
             device: "this process".into(),
             bytes,
             detail: String::new(),
-        });
+        }));
     }
     copy.resize(bytes as usize, 0);
     let mut rest = &mut copy[..];
@@ -276,12 +276,12 @@ pub trait Imports {
 
     /// `cuMemRetainAllocationHandle` + `cuMemGetAddressRange`: holds the allocation that other code
     /// of this process has mapped at `ptr` by the virtual memory functions (PyTorch's expandable
-    /// segments, for example). [`Error::NotExportable`](crate::Error::NotExportable) for any other
+    /// segments, for example). [`Error::Handle`](crate::Error::Handle) for any other
     /// memory; on the host backend for any but its own regions.
     fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained>;
 
     /// `cuMemExportToShareableHandle` (POSIX descriptor) of a retained allocation. Close-on-exec.
-    /// [`Error::NotExportable`](crate::Error::NotExportable) if it was made without that.
+    /// [`Error::Handle`](crate::Error::Handle) if it was made without that.
     ///
     /// # Safety
     /// `retained` came from `retain_mapped` of this backend and is not released.
@@ -408,7 +408,7 @@ pub trait Copies {
     /// not wait for the stream's work, which may be blocked. Waits for staging memory if too many
     /// bytes are queued behind such streams, for 10 s at most
     /// ([`Error::Timeout`](crate::Error::Timeout)). Refuses a stream that is captured
-    /// ([`Error::Capturing`](crate::Error::Capturing)), as the other copies from and to the host.
+    /// ([`Error::State`](crate::Error::State)), as the other copies from and to the host.
     ///
     /// # Safety
     /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere
@@ -487,7 +487,7 @@ pub trait Kernels {
 /// Memory of other allocators, and the driver's older handles of memory and events. A part of [`Backend`].
 pub trait Ipc {
     /// `cuEventCreate` (`CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`): an event that other
-    /// processes may open. [`Error::EventLimit`](crate::Error::EventLimit) when the process has
+    /// processes may open. [`Error::Limit`](crate::Error::Limit) when the process has
     /// [`IPC_EVENTS_MAX`] of them.
     fn create_ipc_event(&self) -> Result<RawEvent>;
 

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::{DeviceId, DevicePtr};
 pub use crate::error::PointerKind;
-use crate::error::{Error, Result};
+use crate::error::{Error, LimitFault, Result};
 
 /// The bytes of a `CUipcMemHandle` or a `CUipcEventHandle`.
 pub type IpcBytes = [u8; 64];
@@ -23,7 +23,7 @@ impl IpcEventCount {
         let room = |count: u32| (count < IPC_EVENTS_MAX).then_some(count + 1);
         match self.0.fetch_update(Relaxed, Relaxed, room) {
             Ok(_) => Ok(()),
-            Err(limit) => Err(Error::EventLimit { limit }),
+            Err(limit) => Err(Error::Limit(LimitFault::Events(limit))),
         }
     }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{DeviceFault, Error, HandleFault, HandshakeFault};
+use super::{DeviceFault, Error, HandleFault, HandshakeFault, Loss, PointerKind};
 use crate::kind::Kind;
 use crate::os::descriptor_limit;
 
@@ -38,20 +38,18 @@ impl Error {
     /// Whether what a receive returns is of one sample: the next receive gives the next one.
     #[doc(hidden)] // For the bridge and the command line.
     pub fn is_of_one_sample(&self) -> bool {
-        let is_unopened = matches!(self, Error::Handle { .. } | Error::TicketExpired { .. });
-        is_unopened || matches!(self, Error::SampleLost { .. })
+        matches!(
+            self,
+            Error::Handle { .. } | Error::Lost(Loss::Sample { .. })
+        )
     }
 
     /// Whether the process, the system or this user has no descriptor left, or none in flight: an
     /// [`Error::Os`] with `EMFILE`, `ENFILE` or `ETOOMANYREFS`.
     pub fn is_descriptor_limit(&self) -> bool {
-        let Error::Os { source, .. } = self else {
-            return false;
-        };
-        matches!(
-            source.raw_os_error(),
-            Some(libc::EMFILE | libc::ENFILE | libc::ETOOMANYREFS)
-        )
+        const CODES: [i32; 3] = [libc::EMFILE, libc::ENFILE, libc::ETOOMANYREFS];
+        let code = |source: &io::Error| source.raw_os_error();
+        matches!(self, Error::Os { source, .. } if code(source).is_some_and(|c| CODES.contains(&c)))
     }
 
     /// Whether the device was reset, which has released all that was made on it.
@@ -122,6 +120,10 @@ impl Error {
         Error::Handle { what, fault }
     }
 
+    pub(crate) fn not_exportable(ptr: u64, kind: PointerKind) -> Self {
+        Error::handle("memory", HandleFault::NotExportable { ptr, kind })
+    }
+
     pub(crate) fn legacy(fault: HandleFault) -> Self {
         Error::handle("legacy handle", fault)
     }
@@ -145,9 +147,27 @@ impl Error {
     }
 
     pub(crate) fn layout(reason: impl Into<String>) -> Self {
-        Error::Layout {
-            reason: reason.into(),
+        Error::Argument {
+            argument: "tensor layout",
+            found: reason.into(),
+            allowed: String::new(),
         }
+    }
+}
+
+/// The text of [`Error::Handle`].
+pub(super) fn unusable(what: &str, fault: &HandleFault) -> String {
+    match fault {
+        HandleFault::Expired { .. } | HandleFault::NotExportable { .. } => fault.to_string(),
+        _ => format!("not a usable {what}: {fault}"),
+    }
+}
+
+/// The text of [`Error::Argument`].
+pub(super) fn argument(argument: &str, found: &str, allowed: &str) -> String {
+    match allowed {
+        "" => format!("not a usable {argument}: {found}"),
+        _ => format!("{argument} is {found}; allowed is {allowed}"),
     }
 }
 
@@ -176,12 +196,10 @@ pub(super) fn peer_gone(kind: &Kind, name: &str, pid: i32, graceful: bool, detai
         (false, "") => "has died",
         (false, _) => "is gone",
     };
-    let detail = if detail.is_empty() {
-        String::new()
-    } else {
-        format!(" ({detail})")
-    };
-    format!("{object} (process {pid}) {end}{detail}")
+    match detail {
+        "" => format!("{object} (process {pid}) {end}"),
+        _ => format!("{object} (process {pid}) {end} ({detail})"),
+    }
 }
 
 /// Implements `Error` for an error that gives its caller a value back beside the library's error:

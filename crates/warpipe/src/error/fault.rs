@@ -5,23 +5,6 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The holder of a name.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Holder {
-    /// The holder's process id, if it is known.
-    pub pid: Option<i32>,
-}
-
-impl std::fmt::Display for Holder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.pid {
-            Some(pid) => write!(f, "process {pid}"),
-            None => f.write_str("a live process, of another PID namespace or without its files"),
-        }
-    }
-}
-
 /// The fault of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -79,6 +62,22 @@ pub enum HandleFault {
     /// It was cut short or changed in transit.
     #[error("it was cut short or changed on its way ({0})")]
     Damaged(&'static str),
+    /// What a ticket names is no longer available under its name.
+    #[error("what this ticket names in {name:?} is not there any more: {expiry}")]
+    Expired {
+        /// The endpoint name.
+        name: String,
+        /// Why it is not available.
+        expiry: Expiry,
+    },
+    /// Memory of a kind that another process cannot open by the handle that was asked for.
+    #[error("{ptr:#x} cannot be exported: it is {kind}")]
+    NotExportable {
+        /// The address.
+        ptr: u64,
+        /// The kind of the memory.
+        kind: PointerKind,
+    },
     /// It was made on another machine, or before this machine was rebooted.
     #[error("it comes from another machine, or from before a reboot")]
     ForeignHost,
@@ -317,111 +316,5 @@ impl fmt::Display for PointerKind {
             PointerKind::Import => "another process's memory, opened by a legacy handle",
             PointerKind::Unknown => "no memory that is there",
         })
-    }
-}
-
-/// The fault of a file, or of a folder, that is to hold model weights.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text}")]
-#[non_exhaustive]
-pub struct WeightsFault {
-    /// What is wrong.
-    pub text: String,
-    /// The next step; [`hint`](crate::Error::hint) says it.
-    pub next: &'static str,
-}
-
-impl WeightsFault {
-    pub(crate) fn new(text: impl Into<String>, next: &'static str) -> Self {
-        WeightsFault {
-            text: text.into(),
-            next,
-        }
-    }
-
-    /// Another path is to be named.
-    pub(crate) fn unnamed(text: &str) -> Self {
-        let next = "name safetensors files, an index of them, or a folder with one model";
-        WeightsFault::new(text, next)
-    }
-
-    /// The file is cut short, or is none.
-    pub(crate) fn damaged(text: impl Into<String>) -> Self {
-        let next = "take a whole safetensors file: copy or download it again";
-        WeightsFault::new(text, next)
-    }
-
-    /// A process wrote to the file, or put another one in its place.
-    pub(crate) fn changed() -> Self {
-        let next = "load it again when no process writes to it";
-        WeightsFault::new("it was changed while it was loaded", next)
-    }
-
-    /// There is more of something than this library loads under one name.
-    pub(crate) fn limit(what: &str, limit: u64) -> Self {
-        let text = format!("{what}: more than {limit}");
-        WeightsFault::new(text, "split the weights over several names")
-    }
-}
-
-/// What is wrong with weights of which these tensors have another content hash.
-pub(super) fn unverified(tensors: &[String]) -> String {
-    match tensors {
-        [] => "has no content hashes to compare".into(),
-        _ => format!("is damaged: the content hash of {} differs", names(tensors)),
-    }
-}
-
-/// The tensors of an error, for people: the first ones by name.
-fn names(tensors: &[String]) -> String {
-    const SHOWN: usize = 3;
-    let shown: Vec<String> = tensors
-        .iter()
-        .take(SHOWN)
-        .map(|t| format!("{t:?}"))
-        .collect();
-    let more = tensors.len().saturating_sub(SHOWN);
-    let noun = if tensors.len() == 1 {
-        "tensor"
-    } else {
-        "tensors"
-    };
-    match more {
-        0 => format!("{noun} {}", shown.join(", ")),
-        _ => format!("{noun} {} and {more} more", shown.join(", ")),
-    }
-}
-
-/// The tensors in which a version of weights differs from the one that is followed. If there are
-/// none, its memory is divided in another way.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct WeightsDifference {
-    /// The names that it lacks.
-    pub missing: Vec<String>,
-    /// The names that it alone has.
-    pub unexpected: Vec<String>,
-    /// The names of tensors of another shape, another element type or at another place.
-    pub different: Vec<String>,
-}
-
-impl fmt::Display for WeightsDifference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let of = |what: &str, tensors: &[String]| {
-            (!tensors.is_empty()).then(|| format!("{what} {}", names(tensors)))
-        };
-        let parts = [
-            of("it lacks", &self.missing),
-            of("it alone has", &self.unexpected),
-            of(
-                "it has another shape, element type or place for",
-                &self.different,
-            ),
-        ];
-        let parts: Vec<String> = parts.into_iter().flatten().collect();
-        match parts.is_empty() {
-            true => f.write_str("its memory is divided in another way"),
-            false => f.write_str(&parts.join("; ")),
-        }
     }
 }

@@ -4,7 +4,10 @@ use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, ErrorKind};
 
-use super::{DeviceFault, Error, HandleFault, HandshakeFault, JobEnd, PointerKind};
+use super::{
+    DeviceFault, Error, FileFault, HandleFault, HandshakeFault, JobEnd, LimitFault, Loss,
+    NameFault, PointerKind, StateFault, WeightsFault,
+};
 use crate::kind::Kind;
 
 const ONE_VERSION: &str = "run one version of warpipe on both sides";
@@ -25,18 +28,11 @@ impl Error {
     /// all there is to say. A sentence without a full stop, to print behind the error.
     ///
     /// ```
-    /// # let domain = warpipe::Domain::at(std::env::temp_dir().join(format!("hint-{}", std::process::id())))?;
-    /// let options = warpipe::SubscriberOptions {
-    ///     domain: Some(domain.clone()),
-    ///     ..warpipe::SubscriberOptions::default()
-    /// };
-    /// let error = warpipe::Subscriber::new("nobody", options).unwrap_err();
+    /// let error = warpipe::EndpointName::new("camera//front").unwrap_err();
     /// eprintln!("{error}");
     /// if let Some(hint) = error.hint() {
     ///     eprintln!("  next: {hint}");
     /// }
-    /// # std::fs::remove_dir_all(domain.path()).ok();
-    /// # Ok::<(), warpipe::Error>(())
     /// ```
     pub fn hint(&self) -> Option<Cow<'static, str>> {
         self.hint_in(Language::Rust)
@@ -44,14 +40,10 @@ impl Error {
 
     /// [`hint`](Error::hint) in the words of another interface of this library.
     pub fn hint_in(&self, language: Language) -> Option<Cow<'static, str>> {
-        let hint = match self {
-            Error::Os { call, source, .. } => of_system(call, source),
-            other => other.fixed_hint(),
-        };
-        match hint {
+        match self.fixed_hint() {
             "" => None,
-            _ if !hint.contains('{') => Some(hint.into()),
-            _ => Some(language.put_into(hint).into()),
+            hint if !hint.contains('{') => Some(hint.into()),
+            hint => Some(language.put_into(hint).into()),
         }
     }
 
@@ -59,120 +51,38 @@ impl Error {
         match self {
             Error::Device { fault, .. } => of_device(*fault),
             Error::Driver { next, .. } => next,
-            Error::Capturing { .. } => "call it {uncaptured}, or on another stream",
-            Error::DeviceMemory { .. } => "free memory or lower the publisher's memory limit",
-            Error::Domain { .. } => {
+            Error::Limit(fault) => of_limit(fault),
+            Error::Os { call, source, .. } => of_system(call, source),
+            Error::Name(fault) => of_name(fault),
+            Error::File(FileFault::Domain { .. }) => {
                 "use a directory that you own with mode 0700, or set WARPIPE_DOMAIN"
             }
-            Error::Argument { .. } | Error::Layout { .. } => "",
-            Error::Forked => {
-                "open a new one in the child (CUDA cannot follow a fork at all: use {spawn})"
+            Error::File(FileFault::Foreign { .. }) => {
+                "it is left alone: move it away, or take another name"
             }
-            other => other.hint_of_names(),
-        }
-    }
-
-    /// Names, tickets and handles.
-    fn hint_of_names(&self) -> &'static str {
-        match self {
-            Error::Name { reason, .. } if reason.starts_with("it is longer than") => {
-                "take a shorter name"
-            }
-            Error::Name { .. } => {
-                "use a-z A-Z 0-9 _ - . in parts joined by /, no part empty or starting with a dot"
-            }
-            Error::ForeignFile { .. } => "it is left alone: move it away, or take another name",
-            Error::NameTaken { .. } => "stop it or take another name",
             Error::NotFound { kind, .. } => of_absent(*kind),
-            Error::OtherKind { .. } => "take the right name, or open it as what it is",
+            Error::Handle { fault, .. } => of_handle(fault),
             Error::Refused { denied: true, .. } => {
                 "ask its owner to allow the uid or gid, and to let others pass the folder of its domain (chmod 711)"
             }
-            Error::TicketExpired { .. } => "get a new ticket from its owner",
-            Error::Handle { fault, .. } => of_handle(fault),
-            Error::NotExportable { kind, .. } => of_pointer(*kind),
-            Error::WeightsFile { fault, .. } => fault.next,
-            Error::WeightsUnverified { tensors, .. } if !tensors.is_empty() => {
-                "end the process that wrote to their memory, then publish the weights again \
-                 (`warpipe weights drop`, then `serve`)"
-            }
-            Error::WeightsUnverified { .. } => {
-                "publish the weights with hashes (`hash` is `device` or `later`; a publisher that \
-                 hashes later has to live until it is done), or `warpipe weights serve` their files"
-            }
-            Error::WeightsMismatch { .. } => {
-                "publish the same tensors in the same order, or open the version anew"
-            }
-            other => other.hint_of_peers(),
-        }
-    }
-
-    /// Links, and the processes at their other ends.
-    fn hint_of_peers(&self) -> &'static str {
-        match self {
-            Error::Handshake { fault, .. } => match fault {
-                HandshakeFault::Version { .. } | HandshakeFault::Lifeline(_) => ONE_VERSION,
-                HandshakeFault::Device { .. } => "choose the same backend on both sides",
-                HandshakeFault::Full { .. } => {
-                    "close a link, or raise the limit in the endpoint's options"
-                }
-                HandshakeFault::NoRoom(_) => "close something there, or raise its limits",
-                HandshakeFault::Closed => "it may be shutting down: try again",
-                HandshakeFault::Silent(_) => "it may be stopped: see its state",
-                HandshakeFault::Unwatchable(_) => "both must live under one kernel, 5.4 or newer",
-                _ => "",
-            },
+            Error::Handshake { fault, .. } => of_handshake(fault),
             Error::Protocol { .. } => "the link is closed: reconnect, and report the peer",
-            Error::PeerGone { kind, .. } => match kind {
-                Kind::Publisher => "subscribe again, or {reconnect}",
-                Kind::Queue => "its jobs have ended with it: attach to the next queue of this name",
-                Kind::LegacyMemory => {
-                    "a legacy handle dies with its exporter: export again, or use a channel, with memory that outlives its sender"
-                }
-                _ => "open it again when it is back",
-            },
-            Error::LinkClosed {
-                kind: Kind::KernelRing,
-                ..
-            } => "close the ring; its producer makes it again, and its consumers open it again",
-            Error::LinkClosed {
-                kind: Kind::Queue, ..
-            } => "attach to the queue again",
-            Error::LinkClosed { .. } => "subscribe again",
-            Error::SampleLost { .. } => "discard what was computed from it",
-            Error::EventLost { .. } => "discard what depends on it",
+            Error::PeerGone { kind, .. } => of_gone(*kind),
+            Error::LinkClosed { kind, .. } => of_link(*kind),
+            Error::Lost(Loss::Sample { .. }) => "discard what was computed from it",
+            Error::Lost(Loss::Event { .. }) => "discard what depends on it",
             Error::Timeout { .. } => {
                 "wait longer, or see `warpipe ls -v`, which shows what is there and what waits"
             }
-            Error::Full { .. } => {
-                "receive and release faster, raise the depth, or choose another policy"
-            }
-            Error::MemoryLimit {
-                bytes, used, limit, ..
-            } if used.saturating_add(*bytes) <= *limit => {
-                "release some: it has as many blocks or loans as it may (8,192 blocks of a pool), or what is left lies in pieces that are too short"
-            }
-            Error::MemoryLimit { .. } => "release some, or raise the memory limit",
-            Error::QuotaExceeded { .. } => {
-                "release blocks of that user, in all of its processes, or have the pool's owner raise its quota"
-            }
-            Error::EventNotRecorded { .. } => "record it first, then tell others to wait for it",
-            Error::EventLimit { .. } => "give some of them up",
-            other => other.hint_of_jobs(),
-        }
-    }
-
-    fn hint_of_jobs(&self) -> &'static str {
-        match self {
-            Error::QueueFull { .. } => "take results, add workers, or raise the limit",
+            Error::Weights(fault) => of_weights(fault),
             Error::Job { end, .. } => match end {
                 JobEnd::DeadLettered { .. } => "see to the cause and submit it again",
                 JobEnd::Rejected { .. } => "change it before it is submitted again",
                 JobEnd::Expired => "allow more time, or add servers",
                 JobEnd::Taken => "wait for it in one place only",
             },
-            Error::QueueClosed { .. } => "make a new one to submit more jobs",
-            _ => "",
+            Error::State(fault) => of_state(fault),
+            Error::Argument { .. } | Error::Refused { .. } => "",
         }
     }
 }
@@ -293,6 +203,102 @@ fn of_kind(call: &str, kind: ErrorKind) -> &'static str {
     }
 }
 
+fn of_limit(fault: &LimitFault) -> &'static str {
+    match fault {
+        LimitFault::Device { .. } => "free memory or lower the publisher's memory limit",
+        LimitFault::Depth { .. } => {
+            "receive and release faster, raise the depth, or choose another policy"
+        }
+        LimitFault::Memory {
+            bytes, used, limit, ..
+        } if used.saturating_add(*bytes) <= *limit => {
+            "release some: it has as many blocks or loans as it may (8,192 blocks of a pool), or what is left lies in pieces that are too short"
+        }
+        LimitFault::Memory { .. } => "release some, or raise the memory limit",
+        LimitFault::Quota { .. } => {
+            "release blocks of that user, in all of its processes, or have the pool's owner raise its quota"
+        }
+        LimitFault::Events(_) => "give some of them up",
+        LimitFault::Jobs { .. } => "take results, add workers, or raise the limit",
+    }
+}
+
+fn of_name(fault: &NameFault) -> &'static str {
+    match fault {
+        NameFault::Invalid { reason, .. } if reason.starts_with("it is longer than") => {
+            "take a shorter name"
+        }
+        NameFault::Invalid { .. } => {
+            "use a-z A-Z 0-9 _ - . in parts joined by /, no part empty or starting with a dot"
+        }
+        NameFault::Taken { .. } => "stop it or take another name",
+        NameFault::OtherKind { .. } => "take the right name, or open it as what it is",
+    }
+}
+
+fn of_handshake(fault: &HandshakeFault) -> &'static str {
+    match fault {
+        HandshakeFault::Version { .. } | HandshakeFault::Lifeline(_) => ONE_VERSION,
+        HandshakeFault::Device { .. } => "choose the same backend on both sides",
+        HandshakeFault::Full { .. } => "close a link, or raise the limit in the endpoint's options",
+        HandshakeFault::NoRoom(_) => "close something there, or raise its limits",
+        HandshakeFault::Closed => "it may be shutting down: try again",
+        HandshakeFault::Silent(_) => "it may be stopped: see its state",
+        HandshakeFault::Unwatchable(_) => "both must live under one kernel, 5.4 or newer",
+        _ => "",
+    }
+}
+
+/// The next step where the owner of an endpoint of this kind has gone.
+fn of_gone(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Publisher => "subscribe again, or {reconnect}",
+        Kind::Queue => "its jobs have ended with it: attach to the next queue of this name",
+        Kind::LegacyMemory => {
+            "a legacy handle dies with its exporter: export again, or use a channel, with memory that outlives its sender"
+        }
+        _ => "open it again when it is back",
+    }
+}
+
+fn of_link(kind: Kind) -> &'static str {
+    match kind {
+        Kind::KernelRing => {
+            "close the ring; its producer makes it again, and its consumers open it again"
+        }
+        Kind::Queue => "attach to the queue again",
+        _ => "subscribe again",
+    }
+}
+
+fn of_weights(fault: &WeightsFault) -> &'static str {
+    match fault {
+        WeightsFault::File { fault, .. } => fault.next,
+        WeightsFault::Unverified { tensors, .. } if !tensors.is_empty() => {
+            "end the process that wrote to their memory, then publish the weights again \
+             (`warpipe weights drop`, then `serve`)"
+        }
+        WeightsFault::Unverified { .. } => {
+            "publish the weights with hashes (`hash` is `device` or `later`; a publisher that \
+             hashes later has to live until it is done), or `warpipe weights serve` their files"
+        }
+        WeightsFault::Mismatch { .. } => {
+            "publish the same tensors in the same order, or open the version anew"
+        }
+    }
+}
+
+fn of_state(fault: &StateFault) -> &'static str {
+    match fault {
+        StateFault::Capturing(_) => "call it {uncaptured}, or on another stream",
+        StateFault::NotRecorded(_) => "record it first, then tell others to wait for it",
+        StateFault::QueueClosed(_) => "make a new one to submit more jobs",
+        StateFault::Forked => {
+            "open a new one in the child (CUDA cannot follow a fork at all: use {spawn})"
+        }
+    }
+}
+
 /// The next step where no process has the name.
 fn of_absent(kind: Kind) -> &'static str {
     match kind {
@@ -312,6 +318,8 @@ fn of_handle(fault: &HandleFault) -> &'static str {
         HandleFault::NoHandle { .. } | HandleFault::Oversized { .. } | HandleFault::Damaged(_) => {
             "pass it on whole, as it was exported"
         }
+        HandleFault::Expired { .. } => "get a new ticket from its owner",
+        HandleFault::NotExportable { kind, .. } => of_pointer(*kind),
         HandleFault::ForeignHost => "memory is shared within one machine: export it again there",
         HandleFault::Device { .. } => "open it with the device that owns it, or one of its kind",
         HandleFault::Dropped => "ask for a handle of a new one",
@@ -375,13 +383,7 @@ mod tests {
     #[test]
     fn a_full_or_locked_file_system_and_a_limit_of_the_system_have_a_next_step() {
         let hint = |call, code| {
-            let source = io::Error::from_raw_os_error(code);
-            let context = "x".into();
-            let error = Error::Os {
-                call,
-                context,
-                source,
-            };
+            let error = Error::os(call, "x", io::Error::from_raw_os_error(code));
             error.hint().map(String::from)
         };
         for (call, code, word) in [
@@ -403,13 +405,13 @@ mod tests {
     fn a_limit_that_leaves_room_is_not_to_be_raised() {
         let hint = |used| {
             let (name, bytes, limit) = ("p".into(), 64, 1 << 30);
-            let error = Error::MemoryLimit {
+            let fault = LimitFault::Memory {
                 name,
                 bytes,
                 used,
                 limit,
             };
-            error.hint().unwrap().into_owned()
+            Error::Limit(fault).hint().unwrap().into_owned()
         };
         assert!(
             hint(4 << 20).contains("as many blocks"),
@@ -421,10 +423,10 @@ mod tests {
 
     #[test]
     fn debug_of_an_error_which_a_main_prints_says_what_happened_and_the_next_step() {
-        let error = Error::Name {
+        let error = Error::Name(NameFault::Invalid {
             name: "a//b".into(),
             reason: "it has an empty part",
-        };
+        });
         assert_eq!(
             format!("{error:?}"),
             format!("{error}; {}", error.hint().unwrap())

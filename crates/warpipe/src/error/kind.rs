@@ -1,6 +1,8 @@
 //! The kinds of errors: one for each thing that a program can do next.
 
-use super::{DeviceFault, Error, HandleFault, HandshakeFault, JobEnd};
+use super::{
+    DeviceFault, Error, FileFault, HandleFault, HandshakeFault, JobEnd, NameFault, WeightsFault,
+};
 
 /// What a program can do about an [`Error`].
 ///
@@ -82,41 +84,26 @@ impl Error {
             Error::Device { fault, .. } => of_device(*fault),
             Error::Driver { .. } => ErrorKind::DeviceFailed,
             Error::Os { .. } if self.is_descriptor_limit() => ErrorKind::LimitReached,
-            Error::Os { .. } | Error::Domain { .. } => ErrorKind::System,
-            Error::DeviceMemory { .. }
-            | Error::Full { .. }
-            | Error::MemoryLimit { .. }
-            | Error::QuotaExceeded { .. }
-            | Error::EventLimit { .. }
-            | Error::QueueFull { .. } => ErrorKind::LimitReached,
-            Error::NotFound { .. } | Error::TicketExpired { .. } => ErrorKind::NotFound,
-            Error::ForeignFile { .. } | Error::NameTaken { .. } | Error::OtherKind { .. } => {
-                ErrorKind::NameConflict
-            }
+            Error::Os { .. } | Error::File(FileFault::Domain { .. }) => ErrorKind::System,
+            Error::Limit(_) => ErrorKind::LimitReached,
+            Error::NotFound { .. } => ErrorKind::NotFound,
+            Error::Name(NameFault::Invalid { .. }) => ErrorKind::InvalidInput,
+            Error::Name(_) | Error::File(FileFault::Foreign { .. }) => ErrorKind::NameConflict,
             Error::Refused { .. } => ErrorKind::Refused,
             Error::Protocol { .. } => ErrorKind::Protocol,
             Error::PeerGone { .. } => ErrorKind::PeerGone,
             Error::LinkClosed { .. } => ErrorKind::LinkClosed,
-            Error::WeightsUnverified { tensors, .. } if tensors.is_empty() => {
-                ErrorKind::InvalidState
-            }
-            Error::SampleLost { .. }
-            | Error::EventLost { .. }
-            | Error::WeightsUnverified { .. } => ErrorKind::DataLost,
+            Error::Lost(_) => ErrorKind::DataLost,
             Error::Timeout { .. } => ErrorKind::Timeout,
             Error::Job { end, .. } => of_job(end),
             Error::Handshake { fault, .. } => of_handshake(fault),
             Error::Handle { fault, .. } => of_handle(fault),
-            Error::Name { .. }
-            | Error::NotExportable { .. }
-            | Error::WeightsFile { .. }
-            | Error::WeightsMismatch { .. }
-            | Error::Layout { .. }
-            | Error::Argument { .. } => ErrorKind::InvalidInput,
-            Error::Capturing { .. }
-            | Error::EventNotRecorded { .. }
-            | Error::QueueClosed { .. }
-            | Error::Forked => ErrorKind::InvalidState,
+            Error::Weights(WeightsFault::Unverified { tensors, .. }) => match tensors.is_empty() {
+                true => ErrorKind::InvalidState,
+                false => ErrorKind::DataLost,
+            },
+            Error::Weights(_) | Error::Argument { .. } => ErrorKind::InvalidInput,
+            Error::State(_) => ErrorKind::InvalidState,
         }
     }
 }
@@ -143,7 +130,9 @@ fn of_handshake(fault: &HandshakeFault) -> ErrorKind {
 
 fn of_handle(fault: &HandleFault) -> ErrorKind {
     match fault {
-        HandleFault::Dropped | HandleFault::Stale { .. } => ErrorKind::NotFound,
+        HandleFault::Dropped | HandleFault::Stale { .. } | HandleFault::Expired { .. } => {
+            ErrorKind::NotFound
+        }
         HandleFault::Refused(_) => ErrorKind::DeviceFailed,
         _ => ErrorKind::InvalidInput,
     }

@@ -31,7 +31,7 @@ impl<T> LeakOnFork<T> {
     /// The value, for an operation that a forked child may not do.
     ///
     /// # Errors
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`StateFault::Forked`](crate::StateFault::Forked).
     #[inline]
     pub(crate) fn get(&self) -> Result<&T> {
         self.owner_process.check()?;
@@ -76,7 +76,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::error::Error;
+    use crate::error::{Error, StateFault};
     use crate::hostile::in_a_forked_child;
 
     #[test]
@@ -86,7 +86,8 @@ mod tests {
         in_a_forked_child(|| {
             // The child's copy of the handle.
             let copy = handle.take().unwrap();
-            let is_refused = matches!(copy.get(), Err(Error::Forked)) && **copy == 7;
+            let is_refused =
+                matches!(copy.get(), Err(Error::State(StateFault::Forked))) && **copy == 7;
             drop(copy);
             is_refused && Arc::strong_count(&value) == 2
         });

@@ -14,7 +14,7 @@ use super::peer::Peer;
 use super::{Address, Kind};
 use crate::backend::DeviceId;
 use crate::backoff::Backoff;
-use crate::error::{Error, HandshakeFault, Result};
+use crate::error::{Error, HandshakeFault, NameFault, Result};
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::heartbeat::Uptime;
 use crate::wait::{SLICE, Wait};
@@ -149,11 +149,11 @@ impl ClientHandshake {
         let name = self.name.clone();
         Err(match message {
             Message::Close(_) => self.fault(HandshakeFault::Closed),
-            Message::OtherKind { found } => Error::OtherKind {
+            Message::OtherKind { found } => Error::Name(NameFault::OtherKind {
                 name,
                 wanted: self.kind,
                 found: found.to_string(),
-            },
+            }),
             Message::Full { limit, max } => self.fault(HandshakeFault::Full { limit, max }),
             Message::NoRoom { text } => self.fault(HandshakeFault::NoRoom(text)),
             Message::Refused { denied: true, text } => Error::denied(name, text),

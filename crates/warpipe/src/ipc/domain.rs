@@ -38,7 +38,7 @@ use self::lock::LockState;
 #[cfg(test)]
 pub(crate) use self::place::name_byte;
 pub(crate) use self::watch::Arrivals;
-use crate::error::{Error, Holder, Result};
+use crate::error::{Error, FileFault, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
@@ -85,7 +85,7 @@ impl Domain {
     /// does an `XDG_RUNTIME_DIR` that is relative or another user's.
     ///
     /// # Errors
-    /// [`Error::Domain`] when the directory cannot be made or trusted, or `WARPIPE_DOMAIN` is
+    /// [`Error::File`] when the directory cannot be made or trusted, or `WARPIPE_DOMAIN` is
     /// relative.
     pub fn from_environment() -> Result<Domain> {
         Domain::at(Domain::environment_path()?)
@@ -95,20 +95,20 @@ impl Domain {
     /// program that looks at a domain and makes none: [`of_user`](Self::of_user) opens it.
     ///
     /// # Errors
-    /// [`Error::Domain`]: `WARPIPE_DOMAIN` is relative.
+    /// [`Error::File`]: `WARPIPE_DOMAIN` is relative.
     pub fn environment_path() -> Result<PathBuf> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         if let Some(path) = variable("WARPIPE_DOMAIN").map(PathBuf::from) {
             if path.is_absolute() {
                 return Ok(path);
             }
-            return Err(Error::Domain {
+            return Err(Error::File(FileFault::Domain {
                 path,
                 reason:
                     "WARPIPE_DOMAIN has to be an absolute path: each process would find another \
                          directory from its own"
                         .into(),
-            });
+            }));
         }
         let uid = rustix::process::geteuid().as_raw();
         let of_session = variable("XDG_RUNTIME_DIR").map(PathBuf::from);
@@ -128,7 +128,7 @@ impl Domain {
     /// A domain of this user. Makes the directory with mode 0700 if it does not exist.
     ///
     /// # Errors
-    /// [`Error::Domain`]: a symlink, no directory, another owner, writable by group or others.
+    /// [`Error::File`]: a symlink, no directory, another owner, writable by group or others.
     pub fn at(path: impl AsRef<Path>) -> Result<Domain> {
         Domain::owned_by(path.as_ref(), rustix::process::geteuid().as_raw(), true)
     }
@@ -146,9 +146,11 @@ impl Domain {
         // behind which the kernel would follow a symlink in spite of O_NOFOLLOW.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let path: &Path = &path.components().collect::<PathBuf>();
-        let fail = |reason: String| Error::Domain {
-            path: path.to_owned(),
-            reason,
+        let fail = |reason: String| {
+            Error::File(FileFault::Domain {
+                path: path.to_owned(),
+                reason,
+            })
         };
         if create {
             match rustix::fs::mkdir(path, Mode::RWXU) {
@@ -535,10 +537,10 @@ impl Domain {
     }
 
     fn foreign(&self, file: &str, found: &'static str) -> Error {
-        Error::ForeignFile {
+        Error::File(FileFault::Foreign {
             path: self.inner.path.join(file),
             found,
-        }
+        })
     }
 }
 
@@ -552,9 +554,11 @@ fn no_way_through(path: &Path) -> Error {
 
 /// Opens the directory of a domain.
 fn open_domain(path: &Path, is_own: bool) -> Result<OwnedFd> {
-    let fail = |reason: String| Error::Domain {
-        path: path.to_owned(),
-        reason,
+    let fail = |reason: String| {
+        Error::File(FileFault::Domain {
+            path: path.to_owned(),
+            reason,
+        })
     };
     let access = if is_own { OFlags::RDONLY } else { OFlags::PATH };
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | access;

@@ -40,7 +40,7 @@ opaque_debug!(ClientSession { inner });
 impl ClientSession {
     /// Connects, and waits for the server to exist. Returns the session and the first reply.
     ///
-    /// [`Error::NotFound`] when no server has the name, [`Error::OtherKind`],
+    /// [`Error::NotFound`] when no server has the name, [`Error::Name`],
     /// [`Error::Refused`], [`Error::Handshake`]; [`Error::Timeout`] when
     /// the wait is cancelled while a server does not answer.
     pub(crate) fn attach<'w>(

@@ -10,6 +10,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::domain::watch::tests::MADE;
 use super::*;
+use crate::error::NameFault;
 use crate::hostile::alone;
 use crate::runtime::closer::PeerSocket;
 
@@ -146,7 +147,7 @@ fn a_client_of_another_kind_or_a_refused_one_gets_the_reason() {
     let stage = Stage::new("refused");
     let other = stage.open_session(Kind::Pool, b"").unwrap_err();
     assert!(
-        matches!(&other, Error::OtherKind { found, .. } if found == "timeline"),
+        matches!(&other, Error::Name(NameFault::OtherKind { found, .. }) if found == "timeline"),
         "{other}"
     );
     let refused = stage.open_session(Kind::Timeline, b"refused").unwrap_err();
@@ -326,7 +327,7 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
         for name in names {
             match open(&path(name)) {
                 None => assert_eq!(kind.to_string(), name),
-                Some(Error::OtherKind { wanted, found, .. }) => {
+                Some(Error::Name(NameFault::OtherKind { wanted, found, .. })) => {
                     assert_eq!((wanted, found.as_str()), (kind, name))
                 }
                 Some(other) => panic!("a {name} as a {kind}: {other}"),

@@ -505,7 +505,7 @@ impl LentBuffer {
     ///
     /// # Errors
     /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the memory is
-    /// released as if it were dropped; [`Error::Forked`].
+    /// released as if it were dropped; [`Error::State`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
         self.slice.gather_on(stream)?;
         let claim = self.claim.as_mut();

@@ -54,11 +54,10 @@ impl Member {
     /// [`EndpointName`](crate::EndpointName). A process may be several members.
     ///
     /// # Errors
-    /// [`Error::NameTaken`](crate::Error::NameTaken) while a living process has the name (a dead
-    /// one's is free at once); [`Error::Name`](crate::Error::Name),
+    /// [`Error::Name`](crate::Error::Name) while a living process has the name (a dead one's is
+    /// free at once); [`Error::Name`](crate::Error::Name),
     /// [`Error::Argument`](crate::Error::Argument) for an invalid role;
-    /// [`Error::ForeignFile`](crate::Error::ForeignFile) where a file of another kind has its
-    /// place.
+    /// [`Error::File`](crate::Error::File) where a file of another kind has its place.
     ///
     /// ```
     /// # use warpipe::{Domain, Error, Member, MemberOptions};
@@ -67,7 +66,7 @@ impl Member {
     /// let options = MemberOptions { role: "trainer".into(), ..MemberOptions::at(&domain) };
     /// let trainer = Member::new("trainer/0", options)?;
     /// let second = Member::new("trainer/0", MemberOptions::at(&domain));
-    /// assert!(matches!(second, Err(Error::NameTaken { .. })));
+    /// assert!(matches!(second, Err(Error::Name(warpipe::NameFault::Taken { .. }))));
     /// # drop(trainer); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), Error>(())
     /// ```

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::*;
+use crate::error::NameFault;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Author, Domain};
 use crate::ipc::message::{self, CloseReason, Message};
@@ -199,7 +200,7 @@ fn a_role_or_a_name_that_cannot_be_is_refused_before_anything_is_made() {
         assert!(
             matches!(
                 Member::new(name, MemberOptions::at(&domain)),
-                Err(Error::Name { .. })
+                Err(Error::Name(NameFault::Invalid { .. }))
             ),
             "{name:?}"
         );

@@ -161,7 +161,7 @@ impl Members {
     /// dead member's proof is awaited and its successor is present already.
     ///
     /// # Errors
-    /// [`Error::Os`] when the directory cannot be read; [`Error::Forked`].
+    /// [`Error::Os`] when the directory cannot be read; [`Error::State`].
     pub fn list(&self) -> Result<Vec<MemberInfo>> {
         let shared = &self.watch.get()?.shared;
         let list = shared.table().list();
@@ -172,7 +172,7 @@ impl Members {
     /// present when the watch began come first, as [`Joined`](Change::Joined).
     ///
     /// # Errors
-    /// [`Error::Argument`] if this watch has a callback, which gets the changes; [`Error::Forked`].
+    /// [`Error::Argument`] if this watch has a callback, which gets the changes; [`Error::State`].
     pub fn changes<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Option<Change>> {
         let shared = &self.watch.get()?.shared;
         if self.calls_back {
@@ -191,7 +191,7 @@ impl Members {
     ///
     /// # Errors
     /// [`Error::Name`] for a name that no member can have; [`Error::Argument`] beyond 4096 at a
-    /// time; [`Error::Forked`].
+    /// time; [`Error::State`].
     pub fn on_death_of(
         &self,
         name: &str,

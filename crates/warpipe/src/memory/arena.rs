@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::free_ranges::FreeRanges;
 use super::region::Region;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, LimitFault, Result};
 use crate::fork::CloseOnForkFd;
 
 /// The most slots that may be in use at once, unless [more are allowed](Arena::allow_slots).
@@ -92,7 +92,7 @@ impl Growth {
     /// Allocates and exports it; the least that will do when the device has no more.
     pub(crate) fn make(&self, device: &Device) -> Result<Chunk> {
         match Chunk::new(device, self.generous) {
-            Err(Error::DeviceMemory { .. }) if self.generous > self.least => {
+            Err(Error::Limit(LimitFault::Device { .. })) if self.generous > self.least => {
                 Chunk::new(device, self.least)
             }
             other => other,
@@ -462,7 +462,7 @@ mod tests {
         let made = growth.make(&Device::host());
         assert!(matches!(
             arena.adopt(growth, made),
-            Err(Error::DeviceMemory { .. })
+            Err(Error::Limit(LimitFault::Device { .. }))
         ));
         assert_eq!(arena.total(), 0);
     }

@@ -74,10 +74,10 @@ impl LegacyHandle {
     /// lie anywhere in their allocation.
     ///
     /// # Errors
-    /// [`Error::NotExportable`] for memory that is not from `cudaMalloc` (null, host, pinned,
+    /// [`Error::Handle`] for memory that is not from `cudaMalloc` (null, host, pinned,
     /// managed, pooled, mapped by the virtual memory functions, freed); [`Error::Handle`] for
     /// a range longer than its allocation, or memory of another device than `device`;
-    /// [`Error::Forked`], [`Error::Driver`].
+    /// [`Error::State`], [`Error::Driver`].
     ///
     /// # Safety
     /// The allocation stays for as long as another process uses it: the driver does not document
@@ -86,10 +86,7 @@ impl LegacyHandle {
     pub unsafe fn export(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<LegacyHandle> {
         let found = device.backend().locate(ptr)?;
         if found.kind != PointerKind::Device {
-            return Err(Error::NotExportable {
-                ptr,
-                kind: found.kind,
-            });
+            return Err(Error::not_exportable(ptr, found.kind));
         }
         if found.owner != device.info().id {
             return Err(other_device(found.owner, device));

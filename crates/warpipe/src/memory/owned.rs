@@ -72,7 +72,7 @@ impl Memory {
     /// page on the host): `cuMemCreate`, `cuMemMap`, `cuMemSetAccess`.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] when the device has no room; [`Error::Argument`] for 0 bytes;
+    /// [`Error::Limit`] when the device has no room; [`Error::Argument`] for 0 bytes;
     /// [`Error::Driver`], [`Error::Os`].
     pub fn allocate(device: &Device, bytes: u64) -> Result<Memory> {
         let mapping = Arc::new(MappedRegion::allocate(device, bytes)?);
@@ -96,7 +96,7 @@ impl Memory {
     /// the memfd. Any process that gets it can map all of the memory, for reading or writing.
     ///
     /// # Errors
-    /// [`Error::Os`]; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Os`]; [`Error::Driver`]; [`Error::State`].
     pub fn export_fd(&self) -> Result<OwnedFd> {
         let fd = self.private_export()?;
         // The caller owns the descriptor: a forked child may keep it, as with any descriptor.
@@ -130,7 +130,7 @@ impl Memory {
     /// # Errors
     /// [`Error::Device`]: another descriptor, or another size; [`Error::Device`]:
     /// `device` cannot reach the memory's device; [`Error::Argument`]: more bytes than are mapped;
-    /// [`Error::DeviceMemory`], [`Error::Driver`].
+    /// [`Error::Limit`], [`Error::Driver`].
     pub fn import_fd(
         device: &Device,
         fd: impl AsFd,

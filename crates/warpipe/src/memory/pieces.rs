@@ -20,7 +20,7 @@ impl Piece {
     /// The allocation that is mapped at `ptr`.
     ///
     /// # Errors
-    /// [`Error::NotExportable`] for memory of another kind.
+    /// [`Error::Handle`] for memory of another kind.
     pub(crate) fn at(device: &Device, ptr: DevicePtr) -> Result<Piece> {
         let retained = device.backend().retain_mapped(ptr)?;
         Ok(Piece {
@@ -46,7 +46,7 @@ impl Piece {
     /// A descriptor of it.
     ///
     /// # Errors
-    /// [`Error::NotExportable`] if it was made without that.
+    /// [`Error::Handle`] if it was made without that.
     pub(crate) fn export(&self) -> Result<CloseOnForkFd> {
         // SAFETY: held until self is dropped.
         let fd = unsafe { self.device.backend().export_retained(&self.retained) }?;
@@ -78,11 +78,11 @@ impl Run {
     /// The allocations that cover `ptr..ptr + bytes`, and the range's offset in them.
     ///
     /// # Errors
-    /// [`Error::NotExportable`] for memory of another kind, also in a part of the range, and for
+    /// [`Error::Handle`] for memory of another kind, also in a part of the range, and for
     /// allocations of several lengths.
     pub(crate) fn around(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<(Run, u64)> {
         let (kind, end) = (PointerKind::Vmm, ptr.checked_add(bytes));
-        let end = end.ok_or(Error::NotExportable { ptr, kind })?;
+        let end = end.ok_or(Error::not_exportable(ptr, kind))?;
         let first = Piece::at(device, ptr)?;
         let Retained {
             base, bytes: piece, ..
@@ -93,7 +93,7 @@ impl Run {
             let next = Piece::at(device, at)?;
             let is_alike = next.retained.base == at && next.retained.bytes == piece;
             if !is_alike || pieces.len() == RUN_PIECES_MAX {
-                return Err(Error::NotExportable { ptr: at, kind });
+                return Err(Error::not_exportable(at, kind));
             }
             pieces.push(next);
             at += piece;

@@ -57,8 +57,8 @@ impl Memory {
     /// on tickets can be opened.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
-    /// [`Error::Os`], [`Error::Driver`] when the memory cannot be exported.
+    /// [`Error::Name`], [`Error::File`], [`Error::Os`], [`Error::Driver`] when the memory cannot be
+    /// exported.
     pub fn publish(&self, name: &str, options: PublishOptions) -> Result<Published> {
         let name = EndpointName::new(name)?;
         let domain = chosen_domain(&options.domain)?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::debug::opaque_debug;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, LimitFault, Result};
 use crate::fork::OwnerProcess;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
@@ -165,7 +165,7 @@ impl DeviceSlice {
     /// # Errors
     /// [`Error::Argument`] for memory that was given for reading, or a stream of
     /// another device; [`Error::Timeout`] when too many copies wait behind streams that stand
-    /// still; [`Error::Driver`]; [`Error::Forked`].
+    /// still; [`Error::Driver`]; [`Error::State`].
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
         if self.access == Access::Read {
@@ -190,8 +190,8 @@ impl DeviceSlice {
     /// copies all of it to host memory (`cuMemcpyDtoHAsync`).
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`];
-    /// [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::Limit`] when the host has no room; [`Error::Driver`];
+    /// [`Error::State`].
     pub fn to_vec<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Vec<u8>> {
         self.mapping.owner_process.check()?;
         wait_for(&self.streams, &wait.into())?;
@@ -250,7 +250,7 @@ impl DeviceSlice {
     /// Has `stream` wait for all work of this handle, as the last stream that works on it.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::State`].
     pub(crate) fn gather_on(&self, stream: &Stream) -> Result<()> {
         self.mapping.owner_process.check()?;
         stream.check_of(self.device())?;
@@ -275,18 +275,18 @@ pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Re
 /// A vector for a copy of device memory.
 ///
 /// # Errors
-/// [`Error::DeviceMemory`] when the host has no room for it.
+/// [`Error::Limit`] when the host has no room for it.
 pub(crate) fn zeroed(bytes: u64) -> Result<Vec<u8>> {
     let mut copy = Vec::new();
     let room = usize::try_from(bytes)
         .ok()
         .and_then(|length| copy.try_reserve_exact(length).ok());
     if room.is_none() {
-        return Err(Error::DeviceMemory {
+        return Err(Error::Limit(LimitFault::Device {
             device: "this process".into(),
             bytes,
             detail: String::new(),
-        });
+        }));
     }
     copy.resize(bytes as usize, 0);
     Ok(copy)
@@ -321,6 +321,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::error::StateFault;
     use crate::hostile::in_a_forked_child;
     use crate::memory::Memory;
 
@@ -359,7 +360,8 @@ mod tests {
             device.stream().unwrap(),
             Memory::allocate(&device, 8).unwrap(),
         );
-        let is_forked = |result: Result<()>| matches!(result, Err(Error::Forked));
+        let is_forked =
+            |result: Result<()>| matches!(result, Err(Error::State(StateFault::Forked)));
         let in_child = || {
             memory.used_on(&stream);
             is_forked(memory.write(&stream, 0, &[1; 8]))

@@ -10,6 +10,7 @@ use super::arena::Arena;
 use super::*;
 use crate::backend::testing::{Counting, Failing, Hook, Wrapped};
 use crate::backend::{Access, DeviceId, DeviceKind};
+use crate::error::{HandleFault, LimitFault};
 use crate::{Device, DeviceFault, Domain, Error, Expiry, Kind, PublishOptions, Result};
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -178,8 +179,11 @@ fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
     assert!(
         matches!(
             gone,
-            Error::TicketExpired {
-                expiry: Expiry::Gone { died: false },
+            Error::Handle {
+                fault: HandleFault::Expired {
+                    expiry: Expiry::Gone { died: false },
+                    ..
+                },
                 ..
             }
         ),
@@ -190,8 +194,11 @@ fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
     assert!(
         matches!(
             replaced,
-            Error::TicketExpired {
-                expiry: Expiry::Replaced,
+            Error::Handle {
+                fault: HandleFault::Expired {
+                    expiry: Expiry::Replaced,
+                    ..
+                },
                 ..
             }
         ),
@@ -235,8 +242,11 @@ fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open
         assert!(
             matches!(
                 gone,
-                Error::TicketExpired {
-                    expiry: Expiry::Gone { died: false },
+                Error::Handle {
+                    fault: HandleFault::Expired {
+                        expiry: Expiry::Gone { died: false },
+                        ..
+                    },
                     ..
                 }
             ),
@@ -248,8 +258,11 @@ fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open
     assert!(
         matches!(
             gone,
-            Error::TicketExpired {
-                expiry: Expiry::Replaced,
+            Error::Handle {
+                fault: HandleFault::Expired {
+                    expiry: Expiry::Replaced,
+                    ..
+                },
                 ..
             }
         ),
@@ -538,7 +551,7 @@ fn nothing_of_no_bytes_is_allocated() {
     ));
     assert!(matches!(
         Memory::allocate(&Device::host(), 1 << 60),
-        Err(Error::DeviceMemory { .. })
+        Err(Error::Limit(LimitFault::Device { .. }))
     ));
 }
 

@@ -13,7 +13,7 @@ use super::region::{Region, check_reach};
 use super::shared::SharedMemory;
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
-use crate::error::{Error, Expiry, HandleFault, Result};
+use crate::error::{Error, Expiry, HandleFault, NameFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::handle::{self, HandleKind, text_form};
 use crate::ipc::{Address, ClientSession, IncomingReply, Kind};
@@ -161,11 +161,10 @@ impl Ticket {
     ///
     /// # Errors
     /// [`Error::NotFound`]: it has not been published yet, or its owner has died (`was_there`).
-    /// [`Error::TicketExpired`]: its owner is gone, or another owner holds the name.
-    /// [`Error::Timeout`]: the wait was cancelled while its owner did not answer.
-    /// [`Error::Handle`] for one of another machine. [`Error::Refused`],
-    /// [`Error::OtherKind`]. [`Error::Argument`], [`Error::Device`], [`Error::Os`],
-    /// [`Error::DeviceMemory`], [`Error::Domain`].
+    /// [`Error::Handle`]: its owner is gone, or another owner holds the name. [`Error::Timeout`]:
+    /// the wait was cancelled while its owner did not answer. [`Error::Handle`] for one of another
+    /// machine. [`Error::Refused`], [`Error::Name`]. [`Error::Argument`], [`Error::Device`],
+    /// [`Error::Os`], [`Error::Limit`], [`Error::File`].
     pub fn open<'w>(&self, device: &Device, wait: impl Into<Wait<'w>>) -> Result<SharedMemory> {
         self.check(Kind::Memory, device)?;
         let Wanted { offset, bytes, .. } = self.fields.wanted;
@@ -226,11 +225,11 @@ impl Ticket {
         }
         if self.fields.kind != kind {
             let (name, found) = (self.fields.name.clone(), self.fields.kind.to_string());
-            return Err(Error::OtherKind {
+            return Err(Error::Name(NameFault::OtherKind {
                 name,
                 wanted: kind,
                 found,
-            });
+            }));
         }
         self.fields
             .device
@@ -267,7 +266,9 @@ impl Ticket {
             Error::NotFound { was_there, .. } if incarnation.is_some() => {
                 self.expired(Expiry::Gone { died: was_there })
             }
-            Error::OtherKind { .. } if incarnation.is_some() => self.expired(Expiry::Replaced),
+            Error::Name(NameFault::OtherKind { .. }) if incarnation.is_some() => {
+                self.expired(Expiry::Replaced)
+            }
             other => other,
         })?;
         // Whatever it gives: it is another run than the one that was wanted.
@@ -291,10 +292,13 @@ impl Ticket {
     }
 
     pub(crate) fn expired(&self, expiry: Expiry) -> Error {
-        Error::TicketExpired {
-            name: self.fields.name.clone(),
-            expiry,
-        }
+        Error::handle(
+            "ticket",
+            HandleFault::Expired {
+                name: self.fields.name.clone(),
+                expiry,
+            },
+        )
     }
 
     pub(crate) fn incarnation(&self) -> Option<Incarnation> {
@@ -369,7 +373,7 @@ pub(crate) mod forged {
 mod tests {
     use super::*;
     use crate::PublishOptions;
-    use crate::error::DeviceFault;
+    use crate::error::{DeviceFault, FileFault};
 
     fn is_of_the_text(error: &Error) -> bool {
         let Error::Handle {
@@ -492,7 +496,10 @@ mod tests {
         assert!(ticket.open(&device, Duration::ZERO).is_ok());
         ticket.fields.owner += 1;
         let refused = ticket.open(&device, Duration::ZERO).unwrap_err();
-        assert!(matches!(refused, Error::Domain { .. }), "{refused}");
+        assert!(
+            matches!(refused, Error::File(FileFault::Domain { .. })),
+            "{refused}"
+        );
         drop(published);
         let _ = std::fs::remove_dir_all(folder);
     }

@@ -157,7 +157,9 @@ mod tests {
         let shelf = WeakCache::<u8, u8>::new();
         assert!(
             shelf
-                .get_or(&1, good, || Err(crate::Error::Forked))
+                .get_or(&1, good, || Err(crate::Error::State(
+                    crate::error::StateFault::Forked
+                )))
                 .is_err()
         );
         assert!(shelf.get_or(&1, good, || Ok(Arc::new(1))).is_ok());

@@ -8,7 +8,7 @@ use super::allocator::PoolAllocator;
 use super::allocator::users::{PoolUsage, Quota, Quotas};
 use crate::backend::Access;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, LimitFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, IpcServer, Kind};
@@ -153,19 +153,18 @@ impl Pool {
     /// Takes the name and opens the pool.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`];
-    /// [`Error::MemoryLimit`] for a reserve above the limit; [`Error::DeviceMemory`],
+    /// [`Error::Name`], [`Error::File`]; [`Error::Limit`], also for a reserve above the limit;
     /// [`Error::Driver`].
     pub fn new(name: &str, options: PoolOptions) -> Result<Pool> {
         let name = EndpointName::new(name)?;
         let limit = options.memory_limit;
         if options.reserve > limit {
-            return Err(Error::MemoryLimit {
+            return Err(Error::Limit(LimitFault::Memory {
                 name: name.to_string(),
                 bytes: options.reserve,
                 used: 0,
                 limit,
-            });
+            }));
         }
         let (domain, device) = (
             chosen_domain(&options.domain)?,
@@ -209,9 +208,8 @@ impl Pool {
     /// (`cuMemCreate`), else it waits for other blocks to be released. Its contents are what this user left there, or zeros.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`] when the blocks in use leave no room;
-    /// [`Error::QuotaExceeded`] where this user has a quota; [`Error::DeviceMemory`] when the device has none; [`Error::Argument`] for 0 bytes;
-    /// [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Limit`] when the blocks in use, this user's quota or the device leave no room;
+    /// [`Error::Argument`] for 0 bytes; [`Error::Driver`]; [`Error::State`].
     pub fn allocate<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<Buffer> {
         self.allocate_for(self.inner.allocator.uid, bytes, wait)
     }
@@ -221,7 +219,7 @@ impl Pool {
     /// until the block is free. Whatever lies in a user's regions, that user can read and write.
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate), and [`Error::QuotaExceeded`].
+    /// As [`allocate`](Self::allocate), and [`Error::Limit`] of the user's quota.
     pub fn allocate_for<'w>(
         &self,
         uid: u32,
@@ -313,7 +311,7 @@ impl Buffer {
     /// for: this process's own, unless it came from [`Pool::allocate_for`].
     ///
     /// # Errors
-    /// [`Error::PeerGone`] when the pool is closed; [`Error::Os`]; [`Error::Forked`].
+    /// [`Error::PeerGone`] when the pool is closed; [`Error::Os`]; [`Error::State`].
     pub fn lend(&self, access: Access) -> Result<Ticket> {
         self.allocator.lend(self.slot, self.bytes(), access)
     }
@@ -323,7 +321,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is
-    /// released as if it were dropped; [`Error::Forked`].
+    /// released as if it were dropped; [`Error::State`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
         self.slice.gather_on(stream)?;
         self.allocator.release_behind(self.slot, stream)?;

@@ -54,7 +54,7 @@ impl PoolClient {
     ///
     /// # Errors
     /// [`Error::NotFound`] when no process serves it, or its owner has died (`was_there`);
-    /// [`Error::OtherKind`], [`Error::Refused`] (also for a device that
+    /// [`Error::Name`], [`Error::Refused`] (also for a device that
     /// cannot reach its memory), [`Error::Timeout`]; [`Error::Name`].
     pub fn open<'w>(
         name: &str,
@@ -93,11 +93,10 @@ impl PoolClient {
     /// block returns to the owner when it is released here, or when this process has died.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`] when the blocks in use leave no room; [`Error::QuotaExceeded`] when
-    /// those of this process's user do; [`Error::PeerGone`];
-    /// [`Error::Refused`]; [`Error::Argument`] for 0 bytes, or beyond 1024 blocks at once;
-    /// [`Error::Timeout`], [`Error::Os`], [`Error::DeviceMemory`],
-    /// [`Error::Device`], [`Error::Driver`].
+    /// [`Error::Limit`] when the blocks in use, or those of this process's user, or the device
+    /// leave no room; [`Error::PeerGone`]; [`Error::Refused`]; [`Error::Argument`] for 0 bytes, or
+    /// beyond 1024 blocks at once; [`Error::Timeout`], [`Error::Os`], [`Error::Device`],
+    /// [`Error::Driver`].
     pub fn allocate<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<LentBuffer> {
         let wait = wait.into();
         check_bytes(bytes)?;
@@ -138,13 +137,12 @@ impl LentBuffer {
     /// process (`cuMemImportFromShareableHandle`), whatever the number of blocks.
     ///
     /// # Errors
-    /// [`Error::TicketExpired`]: the owner has released the block, or is gone. [`Error::OtherKind`]
-    /// for a ticket that is not a pool's, [`Error::Handle`] for one of another machine.
+    /// [`Error::Handle`]: the owner has released the block, or is gone. [`Error::Name`] for a
+    /// ticket that is not a pool's, [`Error::Handle`] for one of another machine.
     /// [`Error::Refused`], also for a block that was allocated for another user
     /// ([`Pool::allocate_for`](crate::Pool::allocate_for)); [`Error::Refused`],
     /// [`Error::PeerGone`], [`Error::Timeout`]; [`Error::Argument`] beyond 1024 blocks at once;
-    /// [`Error::Os`], [`Error::Device`], [`Error::DeviceMemory`],
-    /// [`Error::Driver`].
+    /// [`Error::Os`], [`Error::Device`], [`Error::Limit`], [`Error::Driver`].
     pub fn open<'w>(
         ticket: &Ticket,
         device: &Device,

@@ -29,7 +29,7 @@ use self::allocator::users::OverQuota;
 pub use self::allocator::users::{PoolUsage, Quota};
 pub use self::buffer::{Buffer, Pool, PoolOptions, PoolStats};
 pub use self::client::PoolClient;
-use crate::error::Error;
+use crate::error::{Error, LimitFault};
 
 crate::ipc::messages!(
     crate::lend::LendRequest<PoolRequest>,
@@ -66,14 +66,14 @@ impl PoolRefusal {
     /// may make room.
     fn error(self, name: &str, bytes: u64, is_over: bool) -> Option<Error> {
         match self {
-            PoolRefusal::Full { used, limit } => {
-                (is_over || bytes > limit).then(|| Error::MemoryLimit {
+            PoolRefusal::Full { used, limit } => (is_over || bytes > limit).then(|| {
+                Error::Limit(LimitFault::Memory {
                     name: name.to_string(),
                     bytes,
                     used,
                     limit,
                 })
-            }
+            }),
             PoolRefusal::OverQuota(over) => {
                 (is_over || over.is_final(bytes)).then(|| over.error(name, bytes))
             }

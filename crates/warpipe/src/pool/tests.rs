@@ -11,7 +11,7 @@ use super::allocator::PoolAllocator;
 use super::*;
 use crate::backend::Access;
 use crate::backend::testing::{Hook, Wrapped};
-use crate::error::Expiry;
+use crate::error::{Expiry, HandleFault, NameFault};
 use crate::ipc::encode;
 use crate::ipc::peer::Process;
 use crate::lend::LendRequest;
@@ -89,7 +89,7 @@ pub(super) fn eventually(is_so: impl Fn() -> bool) -> bool {
 }
 
 fn is_limit<T: std::fmt::Debug>(result: crate::Result<T>) -> bool {
-    matches!(result, Err(Error::MemoryLimit { used, limit, .. }) if used == limit && limit == 2 * MIB)
+    matches!(result, Err(Error::Limit(LimitFault::Memory { used, limit, .. })) if used == limit && limit == 2 * MIB)
 }
 
 #[test]
@@ -121,11 +121,11 @@ fn blocks_come_back_and_the_limit_is_an_error_that_says_what_is_used() {
     ));
     assert!(matches!(
         stage.pool.allocate(3 * MIB, Duration::ZERO),
-        Err(Error::MemoryLimit { .. })
+        Err(Error::Limit(LimitFault::Memory { .. }))
     ));
     assert!(matches!(
         stage.pool.allocate(u64::MAX, Duration::ZERO),
-        Err(Error::MemoryLimit { .. })
+        Err(Error::Limit(LimitFault::Memory { .. }))
     ));
 }
 
@@ -241,10 +241,10 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
     );
     assert!(matches!(
         ticket.open(&stage.device, Duration::ZERO),
-        Err(Error::OtherKind {
+        Err(Error::Name(NameFault::OtherKind {
             wanted: Kind::Memory,
             ..
-        })
+        }))
     ));
     let text: Ticket = ticket.to_string().parse().unwrap();
     let (one, two) = (
@@ -261,8 +261,11 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
     assert!(
         matches!(
             returned,
-            Error::TicketExpired {
-                expiry: Expiry::Returned,
+            Error::Handle {
+                fault: HandleFault::Expired {
+                    expiry: Expiry::Returned,
+                    ..
+                },
                 ..
             }
         ),
@@ -278,10 +281,10 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
     assert!(
         matches!(
             other,
-            Error::OtherKind {
+            Error::Name(NameFault::OtherKind {
                 wanted: Kind::Pool,
                 ..
-            }
+            })
         ),
         "{other}"
     );
@@ -314,8 +317,11 @@ fn a_pool_that_has_ended_lends_and_grants_nothing() {
     assert!(
         matches!(
             gone,
-            Error::TicketExpired {
-                expiry: Expiry::Gone { died: false },
+            Error::Handle {
+                fault: HandleFault::Expired {
+                    expiry: Expiry::Gone { died: false },
+                    ..
+                },
                 ..
             }
         ),

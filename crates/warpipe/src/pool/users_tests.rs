@@ -48,20 +48,20 @@ fn client(stage: &Stage) -> PoolClient {
 /// The fields of a quota error: its user, bytes used and allowed, blocks used and allowed.
 fn quota_error<T: std::fmt::Debug>(result: crate::Result<T>) -> (u32, u64, u64, u32, u32) {
     match result {
-        Err(Error::QuotaExceeded {
+        Err(Error::Limit(LimitFault::Quota {
             uid,
             used,
             limit,
             blocks,
             blocks_max,
             ..
-        }) => (uid, used, limit, blocks, blocks_max),
+        })) => (uid, used, limit, blocks, blocks_max),
         other => panic!("{other:?}"),
     }
 }
 
 fn is_memory_limit<T>(result: &crate::Result<T>) -> bool {
-    matches!(result, Err(Error::MemoryLimit { .. }))
+    matches!(result, Err(Error::Limit(LimitFault::Memory { .. })))
 }
 
 #[test]
@@ -303,7 +303,7 @@ fn no_region_ever_holds_blocks_of_two_users() {
         );
         match stage.pool.allocate_for(uid, bytes, NO_WAIT) {
             Ok(block) => held.push((uid, block)),
-            Err(Error::MemoryLimit { .. }) => held.clear(),
+            Err(Error::Limit(LimitFault::Memory { .. })) => held.clear(),
             Err(other) => panic!("{other}"),
         }
         let mut state = stage.pool.allocator().lock();

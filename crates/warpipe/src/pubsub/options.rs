@@ -29,7 +29,7 @@ pub enum Policy {
     DropOldest,
     /// The subscriber does not get this sample.
     DropNewest,
-    /// `send` fails at once with [`Error::Full`], and no subscriber gets the sample.
+    /// `send` fails at once with [`Error::Limit`], and no subscriber gets the sample.
     Fail,
 }
 

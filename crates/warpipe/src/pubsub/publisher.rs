@@ -59,10 +59,9 @@ impl Publisher {
     /// Takes the name and starts to listen.
     ///
     /// # Errors
-    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken) (with the
-    /// holder's pid), [`Error::ForeignFile`](crate::Error::ForeignFile),
-    /// [`Error::Domain`](crate::Error::Domain), [`Error::Argument`](crate::Error::Argument), or an
-    /// error of the device or the system. On an error nothing is left behind.
+    /// [`Error::Name`](crate::Error::Name) (of one that is held, with the holder's pid),
+    /// [`Error::File`](crate::Error::File), [`Error::Argument`](crate::Error::Argument), or
+    /// an error of the device or the system. On an error nothing is left behind.
     pub fn new(name: &str, options: PublisherOptions) -> Result<Publisher> {
         Publisher::with_role(name, options, PublisherRole::of(Kind::Publisher))
     }
@@ -117,9 +116,8 @@ impl Publisher {
     /// Its contents are undefined. No memory is allocated while a free slot fits.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`](crate::Error::MemoryLimit) when the limit is in use for longer than
-    /// the loan's timeout; [`Error::DeviceMemory`](crate::Error::DeviceMemory);
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::Limit`](crate::Error::Limit) when the device has no room, or the limit is in use
+    /// for longer than the loan's timeout; [`Error::State`](crate::Error::State).
     pub fn loan(&self, layout: &Layout) -> Result<SampleMut> {
         self.lend(layout, None)
     }
@@ -261,7 +259,7 @@ impl Publisher {
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) for a number that has been given, or is 0, and
     /// for a publisher without [`forwards`](PublisherOptions::forwards) among its options;
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::State`](crate::Error::State).
     #[doc(hidden)] // For the bridge.
     pub fn skip_to(&self, sequence: u64) -> Result<()> {
         let core = self.core.get()?;
@@ -297,7 +295,7 @@ impl Publisher {
     /// Waits until `count` subscribers are attached.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout); [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::Timeout`](crate::Error::Timeout); [`Error::State`](crate::Error::State).
     pub fn wait_for_subscribers<'w>(&self, count: usize, wait: impl Into<Wait<'w>>) -> Result<()> {
         let (core, wait) = (self.core.get()?, wait.into());
         loop {
@@ -323,7 +321,7 @@ impl Publisher {
     /// copied: `warpipe ls -v` shows the count, and the last reason. For bindings.
     ///
     /// # Errors
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::State`](crate::Error::State).
     #[doc(hidden)]
     pub fn count_copy(&self, reason: SlowPath, bytes: u64) -> Result<()> {
         self.core.get()?.lock().row.copied(reason, bytes);

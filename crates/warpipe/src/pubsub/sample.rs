@@ -7,7 +7,7 @@ use super::observer::Reply;
 use super::publisher_link::{OpenMemory, PublisherLink};
 use crate::backend::DevicePtr;
 use crate::clock::now_ns;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::memory::region::Region;
 use crate::memory::slice::zeroed;
 use crate::pubsub::entry::{CheckedEntry, Metadata};
@@ -52,7 +52,7 @@ impl Receipt {
     /// Whether the data was complete; `Ok(false)` while that is not known yet.
     ///
     /// # Errors
-    /// [`Error::SampleLost`]; [`Error::Forked`].
+    /// [`Error::Lost`]; [`Error::State`].
     pub fn check(&self) -> Result<bool> {
         self.link.owner_process().check()?;
         Ok(self.is_set_aside || self.link.completion(self.position, self.sequence)?)
@@ -61,7 +61,7 @@ impl Receipt {
     /// Waits until the result is known.
     ///
     /// # Errors
-    /// [`Error::SampleLost`]; [`Error::Timeout`]; [`Error::Forked`].
+    /// [`Error::Lost`]; [`Error::Timeout`]; [`Error::State`].
     pub fn wait<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         // The clock is read only if there is something to wait for.
         if self.check()? {
@@ -324,8 +324,8 @@ impl Sample {
     /// [`release_on`](Self::release_on).
     ///
     /// # Errors
-    /// [`Error::SampleLost`] when the sender died before the data was complete; [`Error::Argument`]
-    /// for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Lost`] when the sender died before the data was complete; [`Error::Argument`]
+    /// for a stream of another device; [`Error::Driver`]; [`Error::State`].
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
         let Receipt { link, position, .. } = &self.raw.receipt;
         link.owner_process().check()?;
@@ -339,7 +339,7 @@ impl Sample {
     /// Whether the data is complete, as the CPU sees it now.
     ///
     /// # Errors
-    /// [`Error::SampleLost`]; [`Error::Forked`].
+    /// [`Error::Lost`]; [`Error::State`].
     pub fn is_complete(&self) -> Result<bool> {
         self.raw.receipt.check()
     }
@@ -348,7 +348,7 @@ impl Sample {
     /// waits.
     ///
     /// # Errors
-    /// [`Error::SampleLost`] when the sender died first; [`Error::Timeout`]; [`Error::Forked`].
+    /// [`Error::Lost`] when the sender died first; [`Error::Timeout`]; [`Error::State`].
     pub fn wait<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.raw.receipt.wait(wait)
     }
@@ -386,7 +386,7 @@ impl Sample {
     /// [`copy_to`](Self::copy_to) a new vector.
     ///
     /// # Errors
-    /// As [`copy_to`](Self::copy_to); [`Error::DeviceMemory`] when the host has no room for it.
+    /// As [`copy_to`](Self::copy_to); [`Error::Limit`] when the host has no room for it.
     pub fn to_vec<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Vec<u8>> {
         let mut bytes = zeroed(self.layout().bytes())?;
         self.copy_to(&mut bytes, wait)?;
@@ -398,7 +398,7 @@ impl Sample {
     /// computed from a lost sample.
     ///
     /// # Errors
-    /// [`Error::SampleLost`]; [`Error::Timeout`]; [`Error::Driver`] when the release could not be
+    /// [`Error::Lost`]; [`Error::Timeout`]; [`Error::Driver`] when the release could not be
     /// enqueued.
     pub fn finish<'w>(self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.release()?.wait(wait)
@@ -408,9 +408,9 @@ impl Sample {
     /// later.
     ///
     /// # Errors
-    /// [`Error::Capturing`] while the stream is being captured, and the sample is released once the
+    /// [`Error::State`] while the stream is being captured, and the sample is released once the
     /// capture has ended and the stream is past the work that it had before, as if it were dropped
-    /// now; [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
+    /// now; [`Error::Driver`] when the release could not be enqueued; [`Error::State`].
     pub fn release(mut self) -> Result<Receipt> {
         let receipt = &self.raw.receipt;
         receipt.link.owner_process().check()?;
@@ -442,7 +442,10 @@ impl Drop for Sample {
         }
         match receipt.release(&self.stream) {
             Ok(()) => {}
-            Err(error) if receipt.is_set_aside || matches!(error, Error::Capturing { .. }) => {
+            Err(error)
+                if receipt.is_set_aside
+                    || matches!(error, Error::State(StateFault::Capturing(_))) =>
+            {
                 receipt.give_back_behind(&self.stream);
             }
             // Without a release the publisher keeps the slot. Closing the link tells the publisher

@@ -110,7 +110,7 @@ impl Subscriber {
     /// Finds the publisher and attaches.
     ///
     /// # Errors
-    /// [`NotFound`](crate::Error::NotFound), [`OtherKind`](crate::Error::OtherKind),
+    /// [`NotFound`](crate::Error::NotFound), [`Name`](crate::Error::Name),
     /// [`Handshake`](crate::Error::Handshake), [`Refused`](crate::Error::Refused),
     /// [`Device`](crate::Error::Device), [`Os`](crate::Error::Os), or an error of the driver. On an
     /// error nothing is left behind.
@@ -287,15 +287,15 @@ impl Subscriber {
     /// until the sample's data is complete.
     ///
     /// # Errors
-    /// * [`Error::Timeout`]; [`Error::Forked`]; errors of the device; [`Error::Capturing`] for a
-    ///   stream that is being captured, and nothing is taken.
+    /// * [`Error::Timeout`]; errors of the device; [`Error::State`], also for a stream that is
+    ///   being captured, and nothing is taken.
     /// * [`Error::PeerGone`] once every sample that the publisher completed has been received (not
     ///   with `reconnect`); [`Error::LinkClosed`] when the publisher has closed this link alone.
-    /// * [`Error::Protocol`], and [`Error::Os`] or [`Error::DeviceMemory`] when this process has no
+    /// * [`Error::Protocol`], and [`Error::Os`] or [`Error::Limit`] when this process has no
     ///   room for a region: these close the link, and later calls return [`Error::LinkClosed`].
     /// * For a sample [in place](Sample::is_in_place) with memory that cannot be opened: the errors
     ///   of [`LegacyHandle::open`](crate::LegacyHandle::open) and
-    ///   [`Ticket::open`](crate::Ticket::open), or [`Error::SampleLost`] where those are of
+    ///   [`Ticket::open`](crate::Ticket::open), or [`Error::Lost`] where those are of
     ///   [`ErrorKind::PeerGone`]. That sample alone is missing. While its owner does not answer,
     ///   which is [`Error::Handshake`] after 5 s, it stays the next.
     pub fn receive<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Sample> {
@@ -383,7 +383,7 @@ impl Subscriber {
     /// All samples until the publisher has gone, each waited for as long as `limit`: the iterator
     /// ends when the publisher closed gracefully, and returns the error once for any other end. A
     /// timeout is no end, nor is a sample that is lost, or with memory that is gone
-    /// ([`Error::Handle`], [`Error::TicketExpired`]); behind another error of one sample
+    /// ([`Error::Handle`]); behind another error of one sample
     /// [`receive`](Self::receive) gives the next one.
     pub fn samples<'a>(&'a mut self, stream: &'a Stream, limit: Duration) -> Samples<'a> {
         Samples {

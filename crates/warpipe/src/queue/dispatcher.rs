@@ -9,7 +9,7 @@ use std::time::Duration;
 use self::waiters::{OWN_DOORBELL, Waiters};
 use super::job_table::{JobTable, QueueRules, Stage};
 use super::worker_session::{Jobs, WorkerSession};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::fork::OwnerProcess;
 use crate::fork::thread::Thread;
 use crate::ipc::domain::Domain;
@@ -185,9 +185,7 @@ impl Dispatcher {
     }
 
     pub(super) fn gone(&self) -> Error {
-        Error::QueueClosed {
-            name: self.name.clone(),
-        }
+        Error::State(StateFault::QueueClosed(self.name.clone()))
     }
 
     /// Does all pending work, and makes no call that the driver may hold up.

@@ -8,7 +8,7 @@ use super::job_result::JobResult;
 use super::job_table::Outcome;
 use super::worker_session::{Jobs, WorkerResult};
 use crate::clock::now_ns;
-use crate::error::{Error, JobEnd, Result};
+use crate::error::{Error, JobEnd, Result, StateFault};
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -45,7 +45,7 @@ impl JobHandle {
     /// [`Error::Timeout`], after which it can be waited for again; [`JobEnd::DeadLettered`] when
     /// all attempts failed; [`JobEnd::Rejected`]; [`JobEnd::Expired`]; [`JobEnd::Taken`] when the
     /// outcome was taken before; [`Error::Argument`] for a stream of another device, and the
-    /// outcome stays; [`Error::QueueClosed`], also when the client is gone; [`Error::Forked`].
+    /// outcome stays; [`Error::State`], also when the queue is shut or the client is gone.
     pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         let dispatcher = self.dispatcher()?;
         stream.check_of(dispatcher.publisher.device())?;
@@ -70,7 +70,7 @@ impl JobHandle {
     /// the deadline of a request has passed. Does not take it.
     ///
     /// # Errors
-    /// [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::State`].
     pub fn is_done(&self) -> Result<bool> {
         let is_settled = |state: &mut State| state.table.is_settled(self.id);
         Ok(self.dispatcher()?.ask(is_settled)? || self.is_late())
@@ -80,7 +80,7 @@ impl JobHandle {
     /// discarded. False if its outcome was taken before.
     ///
     /// # Errors
-    /// [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::State`].
     pub fn cancel(&self) -> Result<bool> {
         // The job is dropped here, without the lock.
         let cancel = |state: &mut State| state.table.cancel(self.id);
@@ -92,9 +92,7 @@ impl JobHandle {
     }
 
     fn dispatcher(&self) -> Result<Arc<Dispatcher>> {
-        let closed = || Error::QueueClosed {
-            name: self.name.clone(),
-        };
+        let closed = || Error::State(StateFault::QueueClosed(self.name.clone()));
         self.dispatcher.upgrade().ok_or_else(closed)
     }
 

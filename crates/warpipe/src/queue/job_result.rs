@@ -79,7 +79,7 @@ impl JobResult {
     /// the release could be enqueued.
     ///
     /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver); [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::Driver`](crate::Error::Driver); [`Error::State`](crate::Error::State).
     pub fn finish(self) -> Result<()> {
         self.sample.finish(COPY_TIMEOUT)
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::loan::Loan;
 use super::wire::{Answer, AnswerKind, DeliveryTag, user_of_job};
-use crate::error::{Error, Result, returns_to_caller};
+use crate::error::{Error, Result, StateFault, returns_to_caller};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::nvtx;
@@ -312,7 +312,7 @@ impl Drop for AnswerHandle {
             return;
         }
         let mut sent = self.send_failure(&self.stream.clone());
-        if let Err(Error::Capturing { .. }) = sent {
+        if let Err(Error::State(StateFault::Capturing(_))) = sent {
             // The answer has no data to follow, so any stream will do.
             let other = self.answers.publisher.device().stream();
             sent = other.and_then(|stream| self.send_failure(&stream));

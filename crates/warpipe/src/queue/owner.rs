@@ -100,9 +100,9 @@ impl Queue {
     /// nor for the device.
     ///
     /// # Errors
-    /// With the loan for another attempt: [`Error::QueueFull`]; [`Error::Timeout`] while the driver
+    /// With the loan for another attempt: [`Error::Limit`]; [`Error::Timeout`] while the driver
     /// blocks another thread's submit (its stream's launch queue is full); for a stream of another
-    /// device, [`Error::Argument`]. [`Error::QueueClosed`]; [`Error::Driver`]; [`Error::Forked`].
+    /// device, [`Error::Argument`]. [`Error::State`] of a queue that is shut; [`Error::Driver`].
     pub fn submit(&self, input: Loan, stream: &Stream) -> Result<JobHandle, SubmitError> {
         self.submit_within(input, stream, self.submit_timeout)
     }
@@ -184,7 +184,7 @@ impl Queue {
     /// # Errors
     /// [`Error::Timeout`], also when there is no job; [`JobEnd::DeadLettered`](crate::JobEnd) and
     /// [`JobEnd::Rejected`](crate::JobEnd), once, in that job's place; [`Error::Argument`] for a
-    /// stream of another device; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// stream of another device; [`Error::State`].
     pub fn next_result<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         stream.check_of(self.device())?;
         let wait = wait.into();
@@ -199,7 +199,7 @@ impl Queue {
     /// Waits until every job is done or dead-lettered. Their outcomes stay to be taken.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::State`].
     pub fn drain<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.wait_for_end(wait.into(), |state| state.table.unfinished() == 0)
     }
@@ -233,7 +233,7 @@ impl Queue {
     /// Cancels every job that no worker holds. Returns their numbers: they have no outcome.
     ///
     /// # Errors
-    /// [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::State`].
     pub fn cancel_waiting(&self) -> Result<Vec<u64>> {
         // The jobs are dropped here, without the lock.
         let cancelled = self.dispatcher.ask(|state| state.table.cancel_waiting())?;
@@ -243,7 +243,7 @@ impl Queue {
     /// Waits until there are `count` workers.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::State`].
     pub fn wait_for_workers<'w>(&self, count: usize, wait: impl Into<Wait<'w>>) -> Result<()> {
         let wait = wait.into();
         let late = |state: &State| {
@@ -259,7 +259,7 @@ impl Queue {
     /// The current state.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::State`].
     pub fn state(&self) -> Result<QueueState> {
         self.dispatcher.owner_process.check()?;
         let mut guard = self.dispatcher.lock();
@@ -276,7 +276,7 @@ impl Queue {
     /// A descriptor (`eventfd`) that tells an event loop when to poll. See [`QueueWatch`].
     ///
     /// # Errors
-    /// [`Error::Os`]; [`Error::Forked`].
+    /// [`Error::Os`]; [`Error::State`].
     pub fn watch(&self) -> Result<QueueWatch> {
         self.dispatcher.owner_process.check()?;
         let doorbell = Arc::new(LocalDoorbell::new()?);

@@ -11,7 +11,7 @@ use warpipe_testkit::{TempDir, temporary_folder};
 use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::{Queue, QueueOptions, Worker, WorkerOptions};
 use crate::device::Device;
-use crate::error::{Error, JobEnd, Result};
+use crate::error::{Error, JobEnd, LimitFault, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::memory::arena::SLOTS_MAX;
@@ -430,7 +430,10 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
     let kept = first.wait(&fixture.stream, SOON).unwrap();
     lease = worker.lease(&fixture.stream, SOON).unwrap();
     let short = lease.output(&all).unwrap_err();
-    assert!(matches!(short, Error::MemoryLimit { .. }), "{short}");
+    assert!(
+        matches!(short, Error::Limit(LimitFault::Memory { .. })),
+        "{short}"
+    );
     lease.fail(&short.to_string()).unwrap();
     let lost = second.wait(&fixture.stream, SOON).unwrap_err();
     assert!(
@@ -466,7 +469,10 @@ fn an_answer_waits_for_memory_as_long_as_it_is_told_to_and_sleeps_meanwhile() {
     let start = Instant::now();
     let failed = answer.complete(None, &fixture.stream, wait).unwrap_err();
     let text = failed.error.to_string();
-    assert!(matches!(failed.error, Error::MemoryLimit { .. }), "{text}");
+    assert!(
+        matches!(failed.error, Error::Limit(LimitFault::Memory { .. })),
+        "{text}"
+    );
     assert!(
         start.elapsed() >= 2 * crate::wait::SLICE,
         "it does not sleep"

@@ -77,7 +77,7 @@ impl Worker {
     /// Finds the queue and attaches.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when the queue does not exist; [`Error::OtherKind`] when the name is
+    /// [`Error::NotFound`] when the queue does not exist; [`Error::Name`] when the name is
     /// no queue's; those of [`Publisher::new`](crate::Publisher::new) and [`Subscriber::new`].
     pub fn new(queue: &str, options: WorkerOptions) -> Result<Worker> {
         Worker::wait_for(queue, options, Duration::ZERO)
@@ -137,7 +137,7 @@ impl Worker {
     /// [`Error::Timeout`]; [`Error::PeerGone`], which is `graceful` after the queue's
     /// [shutdown](super::Queue::shutdown) or close: then a worker's loop is done;
     /// [`Error::LinkClosed`] when the queue, which lives, has ended this worker's link;
-    /// [`Error::Protocol`]; [`Error::Forked`]; errors of the device.
+    /// [`Error::Protocol`]; [`Error::State`]; errors of the device.
     pub fn lease<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Lease> {
         let _range = nvtx::range(nvtx::LEASE);
         let wait = wait.into();

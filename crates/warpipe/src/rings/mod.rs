@@ -314,8 +314,8 @@ impl KernelRing {
     /// (2 MiB on CUDA) for the parameters and for each consumer.
     ///
     /// # Errors
-    /// [`Error::Argument`], [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`],
-    /// [`Error::Domain`], or an error of the device or the system. An error leaves nothing behind.
+    /// [`Error::Argument`], [`Error::Name`], [`Error::File`], or an error of the device or the
+    /// system. An error leaves nothing behind.
     pub fn new(name: &str, options: KernelRingOptions) -> Result<KernelRing> {
         let name = EndpointName::new(name)?;
         let slot_bytes = options.checked_slot_bytes()?;
@@ -356,7 +356,7 @@ impl KernelRing {
     /// parameters.
     ///
     /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Handshake`],
+    /// [`Error::NotFound`], [`Error::Name`], [`Error::Refused`], [`Error::Handshake`],
     /// [`Error::Timeout`], [`Error::Protocol`]; [`Error::Refused`] by a ring that has its
     /// consumers, has started, or has one of another process on this GPU without MPS;
     /// [`Error::Argument`] for the producer's GPU without MPS, where the two would take turns in
@@ -437,7 +437,7 @@ impl KernelRing {
     /// not call it.
     ///
     /// # Errors
-    /// [`Error::Timeout`], [`Error::Forked`], [`Error::Driver`].
+    /// [`Error::Timeout`], [`Error::State`], [`Error::Driver`].
     pub fn wait_for_consumers<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.owner_process.check()?;
         let RingMemory::Producer(memory) = &self.held.memory else {
@@ -496,7 +496,7 @@ impl KernelRing {
     ///
     /// # Errors
     /// [`Error::Argument`] for a stream of another device, and for a producer before
-    /// [`wait_for_consumers`](Self::wait_for_consumers); [`Error::Forked`].
+    /// [`wait_for_consumers`](Self::wait_for_consumers); [`Error::State`].
     pub fn params(&self, stream: &Stream) -> Result<DevicePtr> {
         self.owner_process.check()?;
         stream.check_of(&self.device)?;

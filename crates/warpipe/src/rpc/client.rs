@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{check_service_name, client_prefix};
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, NameFault, Result};
 use crate::ipc::domain::Domain;
 use crate::queue::{
     JobHandle, JobResult, Loan, Queue, QueueOptions, QueueState, QueueWatch, SubmitError,
@@ -139,7 +139,7 @@ impl Client {
             );
             tries += 1;
             match Queue::of_service(&name, service, options.clone()) {
-                Err(Error::NameTaken { .. }) if tries < NAME_TRIES => {}
+                Err(Error::Name(NameFault::Taken { .. })) if tries < NAME_TRIES => {}
                 made => {
                     return Ok(Client {
                         queue: made?,
@@ -245,7 +245,7 @@ impl Client {
     /// requests ([`Server::accept`](crate::Server::accept)).
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::State`].
     pub fn wait_for_servers<'w>(&self, count: usize, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.queue.wait_for_workers(count, wait)
     }
@@ -253,7 +253,7 @@ impl Client {
     /// The state of its requests; `workers` are the servers.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::State`].
     pub fn state(&self) -> Result<QueueState> {
         self.queue.state()
     }

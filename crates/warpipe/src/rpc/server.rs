@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::{check_service_name, client_prefix};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
@@ -135,7 +135,7 @@ impl Server {
     /// Begins to scan for clients of this service. No client needs to exist yet.
     ///
     /// # Errors
-    /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or an error of the system.
+    /// [`Error::Name`] (at most 40 bytes), [`Error::File`], or an error of the system.
     pub fn new(service: &str, options: ServerOptions) -> Result<Server> {
         check_service_name(service)?;
         let (domain, device) = (
@@ -187,7 +187,7 @@ impl Server {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read, and instead of the
     /// timeout when this process has no thread left to attach to a client; [`Error::Argument`] for
-    /// a stream of another device; [`Error::Forked`]; [`Error::Driver`].
+    /// a stream of another device; [`Error::State`]; [`Error::Driver`].
     pub fn accept<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Lease> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
@@ -257,7 +257,7 @@ impl Server {
                 Err(Error::Timeout { .. }) => {}
                 Ok(lease) => return Ok(Some(lease)),
                 Err(
-                    error @ (Error::Capturing { .. }
+                    error @ (Error::State(StateFault::Capturing(_))
                     | Error::Driver { .. }
                     | Error::Argument { .. }),
                 ) => {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::{Client, ClientOptions, Pending, Server, ServerOptions, client_prefix};
 use crate::backend::testing::{Panicking, Wrapped};
 use crate::device::Device;
-use crate::error::Error;
+use crate::error::{Error, NameFault};
 use crate::ipc::domain::Domain;
 use crate::pubsub::{Publisher, PublisherOptions, Subscriber, SubscriberOptions};
 use crate::queue::Lease;
@@ -200,7 +200,7 @@ fn a_name_that_is_too_long_for_a_service_is_refused_as_it_was_given() {
     let fixture = RpcFixture::new("names");
     let long = "x".repeat(41);
     let refused = |built: Option<Error>| {
-        matches!(built, Some(Error::Name { name, reason })
+        matches!(built, Some(Error::Name(NameFault::Invalid { name, reason }))
             if name == long && reason.contains("40 bytes"))
     };
     let (domain, device) = (&fixture.domain, &fixture.device);

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::backend::RawEvent;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::fork::per_process::PerProcess;
 use crate::mutex::LockUnpoisoned;
 use crate::stream::Stream;
@@ -40,7 +40,7 @@ pub(crate) fn unanswered() -> u64 {
 /// | success | past |
 /// | `NOT_READY` | not past |
 /// | the context was reset ([`Error::Device`]) | past: a reset ends the context's work before it returns. Not believed of a code like `CONTEXT_IS_DESTROYED` alone: the backend asks for the primary context's state and number |
-/// | a stream that captures ([`Error::Capturing`]), `CAPTURED_EVENT`, `STREAM_CAPTURE_...` | unknown: what it was given before the capture may still run. It is asked again, by a new event once the capture is over |
+/// | a stream that captures ([`Error::State`]), `CAPTURED_EVENT`, `STREAM_CAPTURE_...` | unknown: what it was given before the capture may still run. It is asked again, by a new event once the capture is over |
 /// | `ILLEGAL_ADDRESS`, `LAUNCH_FAILED` and the other sticky errors | unknown, for good. The kernel at fault is over, but nothing says so of a copy on another engine of the GPU; and the driver refuses to take memory back in that context anyway. The process has to be started anew |
 /// | `INVALID_HANDLE` | unknown, for good: a stream of the user's that was destroyed too early. `cuStreamDestroy` does not wait, so its work may still run |
 /// | `DEINITIALIZED` | unknown: the process is ending, and takes all memory with it |
@@ -274,7 +274,7 @@ impl FencePoint {
         };
         // SAFETY: the event is live until drop.
         let answer = unsafe { self.stream.backend().query_event(event.raw) };
-        if matches!(answer, Err(Error::Capturing { .. })) {
+        if matches!(answer, Err(Error::State(StateFault::Capturing(_)))) {
             // A capture began and ended while the event was recorded: the event proves nothing.
             self.event = None;
         }
@@ -380,8 +380,14 @@ mod tests {
             Fence::behind(&stream),
         ];
         assert!(proofs.iter_mut().all(|fence| !fence.is_reached()));
-        assert!(matches!(streams.join(&other), Err(Error::Capturing { .. })));
-        assert!(matches!(stream.is_idle(), Err(Error::Capturing { .. })));
+        assert!(matches!(
+            streams.join(&other),
+            Err(Error::State(StateFault::Capturing(_)))
+        ));
+        assert!(matches!(
+            stream.is_idle(),
+            Err(Error::State(StateFault::Capturing(_)))
+        ));
         wrapped.hook().is_capturing.store(false, Relaxed);
         assert!(
             proofs.iter_mut().all(|fence| !fence.is_reached()),

@@ -152,8 +152,8 @@ impl Timeline {
     /// each costs a page of shared memory, and one more device store for each signal.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or an
-    /// error of the device or the system. An error leaves nothing behind.
+    /// [`Error::Name`], [`Error::File`], or an error of the device or the system. An error leaves
+    /// nothing behind.
     pub fn new(name: &str, options: TimelineOptions) -> Result<Timeline> {
         let name = EndpointName::new(name)?;
         let device = chosen_device(&options.device);
@@ -198,7 +198,7 @@ impl Timeline {
     /// Opens a timeline of any process, including this one, and waits for it to exist.
     ///
     /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Handshake`],
+    /// [`Error::NotFound`], [`Error::Name`], [`Error::Refused`], [`Error::Handshake`],
     /// [`Error::Timeout`], [`Error::Protocol`], or an error of the device or the system.
     pub fn open<'w>(
         name: &str,
@@ -230,7 +230,7 @@ impl Timeline {
     /// # Errors
     /// [`Error::Refused`] to all but the owner; [`Error::Argument`] unless it is above the last
     /// value and at most [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
-    /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] while the
+    /// [`Error::State`] for a stream that is being captured; [`Error::Timeout`] while the
     /// driver blocks another thread's signal (its stream's launch queue is full), and nothing was
     /// signalled; [`Error::Driver`].
     pub fn signal<'w>(&self, stream: &Stream, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
@@ -270,7 +270,7 @@ impl Timeline {
     /// # Errors
     /// [`Error::PeerGone`] at once, if the owner is gone and did not reach the value;
     /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), for an owner above its last value,
-    /// or for a stream of another device; [`Error::Capturing`] for a stream that is being captured;
+    /// or for a stream of another device; [`Error::State`] for a stream that is being captured;
     /// [`Error::Driver`].
     pub fn wait(&self, stream: &Stream, value: u64) -> Result<()> {
         self.owner_process.check()?;

@@ -170,7 +170,7 @@ fn of_blocks(blocks: &[u8], length: u64) -> ContentHash {
 /// memory, where it begins there, a multiple of 512, and its length. The contents are complete.
 ///
 /// # Errors
-/// [`Error::DeviceMemory`] when the device has no room for the hashes; [`Error::Driver`].
+/// [`Error::Limit`] when the device has no room for the hashes; [`Error::Driver`].
 pub(super) fn begin_to_hash(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<PendingHashes> {
     let Some((first, ..)) = tensors.first() else {
         return Ok(PendingHashes(None));

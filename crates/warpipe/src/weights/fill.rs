@@ -62,7 +62,7 @@ impl Weights {
     ///
     /// # Errors
     /// [`Error::Argument`] for a layout with gaps, or too many tensors;
-    /// [`Error::DeviceMemory`]; [`Error::Driver`].
+    /// [`Error::Limit`]; [`Error::Driver`].
     pub fn builder<'a>(
         device: &Device,
         tensors: impl IntoIterator<Item = (&'a str, Layout)>,
@@ -113,7 +113,7 @@ impl WeightsBuilder {
     ///
     /// # Errors
     /// [`Error::Argument`] for an index without a tensor; [`Error::Timeout`] when the device copies
-    /// nothing for a minute; [`Error::DeviceMemory`], [`Error::Driver`].
+    /// nothing for a minute; [`Error::Limit`], [`Error::Driver`].
     ///
     /// # Safety
     /// Each tensor's bytes are complete, and readable on the device from one range of addresses outside

@@ -12,7 +12,7 @@ use super::held::{KnownParts, PartialVersion};
 use super::manifest::Manifest;
 use super::mapped::placed;
 use super::shared::{HeldVersion, SharedInner, SharedWeights};
-use crate::error::{Error, HandshakeFault, Result};
+use crate::error::{Error, HandshakeFault, Result, WeightsFault};
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -112,10 +112,12 @@ impl HeldVersion {
     /// For each of its parts the part of the former version in whose place it can be.
     fn places_in(&self, former: &Manifest) -> Result<Vec<u32>> {
         let placed = former.places_of(&self.held.manifest);
-        placed.map_err(|difference| Error::WeightsMismatch {
-            name: self.name.to_string(),
-            version: self.number(),
-            difference: Box::new(difference),
+        placed.map_err(|difference| {
+            Error::Weights(WeightsFault::Mismatch {
+                name: self.name.to_string(),
+                version: self.number(),
+                difference: Box::new(difference),
+            })
         })
     }
 }
@@ -170,15 +172,15 @@ impl Follower {
     /// The version is taken whole or not at all. After an error the former one is there.
     ///
     /// # Errors
-    /// [`Error::WeightsMismatch`] for a version with other names, shapes, element types or offsets;
-    /// [`Error::Timeout`] when the streams are not idle in time, or other weights that this process has
-    /// open share memory that has to change, and addresses of it were asked for before
-    /// [`follow`](SharedWeights::follow); [`Error::Capturing`] and
-    /// [`Error::Argument`] for `stream`; [`Error::Argument`] for weights of another name, domain or
-    /// device, and when another follower has taken a version at these addresses; [`Error::Forked`].
-    /// [`Error::Driver`] when the driver refused to map the new memory; if it then also refused the
-    /// former one, the tensors have none, or that of both, and an access may fault, until a later call
-    /// of this or of [`update`](Self::update) succeeds, whatever it returns.
+    /// [`Error::Weights`] for a version with other names, shapes, element types or offsets;
+    /// [`Error::Timeout`] when the streams are not idle in time, or other weights that this process
+    /// has open share memory that has to change, and addresses of it were asked for before
+    /// [`follow`](SharedWeights::follow); [`Error::State`] and [`Error::Argument`] for `stream`;
+    /// [`Error::Argument`] for weights of another name, domain or device, and when another follower
+    /// has taken a version at these addresses; [`Error::State`]. [`Error::Driver`] when the driver
+    /// refused to map the new memory; if it then also refused the former one, the tensors have
+    /// none, or that of both, and an access may fault, until a later call of this or of
+    /// [`update`](Self::update) succeeds, whatever it returns.
     pub fn take<'w>(
         &mut self,
         next: &SharedWeights,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::held::{Held, NUMBER_MAX};
-use crate::error::{Error, Result};
+use crate::error::{Error, NameFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
@@ -98,7 +98,7 @@ fn open(domain: &Domain, prefix: &str, held: Arc<Held>) -> Result<(IpcServer, En
         match IpcServer::open(&at, AccessPolicy::default(), held.clone()) {
             Ok(server) => return Ok((server, name)),
             // Another holder drew the same number.
-            Err(Error::NameTaken { .. }) => {}
+            Err(Error::Name(NameFault::Taken { .. })) => {}
             Err(error) => return Err(error),
         }
     }

@@ -122,7 +122,7 @@ impl TensorsInPlace {
     /// Nothing writes them meanwhile: readers would see that.
     ///
     /// # Errors
-    /// [`Error::NotExportable`] for memory of another kind, `cudaMalloc`'s for example;
+    /// [`Error::Handle`] for memory of another kind, `cudaMalloc`'s for example;
     /// [`Error::Argument`] for a layout that is not [dense](Layout::is_dense), a tensor without
     /// elements, an address that is no multiple of 512 bytes from its allocation's first, a tensor
     /// that overlaps one that was added, or lies in allocations of several lengths, or more than

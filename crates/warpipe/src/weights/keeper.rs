@@ -117,8 +117,7 @@ impl Keeper {
     /// older ones wait behind it.
     ///
     /// # Errors
-    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken),
-    /// [`Error::ForeignFile`](crate::Error::ForeignFile), [`Error::Domain`](crate::Error::Domain),
+    /// [`Error::Name`](crate::Error::Name), [`Error::File`](crate::Error::File),
     /// [`Error::Os`](crate::Error::Os).
     pub fn new(name: &str, options: KeeperOptions) -> Result<Keeper> {
         let name = weights_name(name)?;
@@ -160,7 +159,7 @@ impl Keeper {
     /// The version that is offered.
     ///
     /// # Errors
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::State`](crate::Error::State).
     pub fn version(&self) -> Result<Option<u64>> {
         self.owner_process.check()?;
         let state = self.core.state.locked();
@@ -173,7 +172,7 @@ impl Keeper {
     /// called in another process. If they differ, the next older version is the candidate.
     ///
     /// # Errors
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::State`](crate::Error::State).
     pub fn candidate(&self) -> Result<Option<u64>> {
         self.owner_process.check()?;
         Ok(self.core.state.locked().candidate())
@@ -189,7 +188,7 @@ impl Keeper {
     /// given its descriptors up then, offers nothing and takes nothing; its owner drops it.
     ///
     /// # Errors
-    /// [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::State`](crate::Error::State).
     pub fn is_asked_to_end(&self) -> Result<bool> {
         self.owner_process.check()?;
         Ok(self.core.state.locked().is_ending)

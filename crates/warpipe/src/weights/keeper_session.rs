@@ -50,7 +50,7 @@ impl Keeper {
     ///
     /// # Errors
     /// [`Error::NotFound`] without a keeper; [`Error::Timeout`] when its process does not drop it;
-    /// [`Error::OtherKind`], [`Error::Name`], [`Error::Handshake`].
+    /// [`Error::Name`], [`Error::Handshake`].
     pub fn end<'w>(domain: &Domain, name: &str, wait: impl Into<Wait<'w>>) -> Result<()> {
         let (name, wait) = (&weights_name(name)?, &wait.into());
         let keeper = KeeperSession::open(domain, name, &wait.no_longer_than(Duration::ZERO))?;

@@ -18,7 +18,7 @@ use super::staging::Staging;
 use super::storage::Storage;
 use super::weights_name;
 use crate::device::Device;
-use crate::error::{Error, Result, WeightsFault};
+use crate::error::{Error, Result, WeightsFileFault};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
 use crate::ipc::until_open;
@@ -48,8 +48,8 @@ impl Weights {
     /// at a multiple of 512 bytes. The device hashes them when all are there.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] when the device, or this process, has no room;
-    /// [`Error::WeightsFile`] when a process wrote to a file since it was opened; [`Error::Os`] when
+    /// [`Error::Limit`] when the device, or this process, has no room;
+    /// [`Error::Weights`] when a process wrote to a file since it was opened; [`Error::Os`] when
     /// it cannot be read; [`Error::Timeout`] when the device copies nothing; [`Error::Driver`].
     pub fn load(device: &Device, source: &Source) -> Result<Weights> {
         Weights::load_with_progress(device, source, |_| {})
@@ -90,7 +90,7 @@ impl Weights {
     /// # Errors
     /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, a
     /// layout with gaps or of another length, or more than 1,048,576 tensors;
-    /// [`Error::DeviceMemory`]; [`Error::Timeout`]; [`Error::Driver`].
+    /// [`Error::Limit`]; [`Error::Timeout`]; [`Error::Driver`].
     pub fn from_bytes<'a>(
         device: &Device,
         tensors: impl IntoIterator<Item = (&'a str, Layout, &'a [u8])>,
@@ -155,12 +155,12 @@ impl Weights {
     /// and to answer. This object may be dropped afterwards.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when no keeper has the name; [`Error::OtherKind`];
-    /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends and no time is left for the next
-    /// one; [`Error::Timeout`]; [`Error::Refused`] when the keeper cannot take it, or fetches 8
-    /// offers already; [`Error::Protocol`] when its answer is damaged; [`Error::Os`],
-    /// [`Error::Forked`]. After `PeerGone` and `Timeout` the version may be offered. Publish once
-    /// more then: a keeper that offers it gives it no second number.
+    /// [`Error::NotFound`] when no keeper has the name; [`Error::Name`]; [`Error::PeerGone`] when
+    /// the keeper ends and no time is left for the next one; [`Error::Timeout`]; [`Error::Refused`]
+    /// when the keeper cannot take it, or fetches 8 offers already; [`Error::Protocol`] when its
+    /// answer is damaged; [`Error::Os`], [`Error::State`]. After `PeerGone` and `Timeout` the
+    /// version may be offered. Publish once more then: a keeper that offers it gives it no second
+    /// number.
     pub fn publish<'w>(
         &self,
         domain: &Domain,
@@ -225,7 +225,7 @@ impl PublishedWeights {
     /// [later](Hashing::Later), until the keeper has them, too.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; once, the error for which there will be none; [`Error::Forked`].
+    /// [`Error::Timeout`]; once, the error for which there will be none; [`Error::State`].
     pub fn wait_for_hashes<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<bool> {
         // The thread, and its lock, are the parent's.
         self.owner_process.check()?;
@@ -295,7 +295,7 @@ fn read_block(
         let part_bytes = (block.bytes - done).min(buffer.len() as u64) as usize;
         let part = &mut buffer[..part_bytes];
         let at = from.tensor.begin.checked_add(block.begin + done);
-        let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::changed()))?;
+        let at = at.ok_or_else(|| of_file(&file.path, WeightsFileFault::changed()))?;
         read_exact(file.fd.as_fd(), part, at).map_err(|error| unreadable(&file.path, error))?;
         staging.copy_to(memory, to + done, part_bytes)?;
         done += part_bytes as u64;

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::safetensors::{TENSORS_MAX, check_name};
 use crate::backend::host;
-use crate::error::{Error, Result, WeightsDifference, WeightsFault};
+use crate::error::{Error, Result, WeightsDifference, WeightsFault, WeightsFileFault};
 use crate::fork::CloseOnForkFd;
 use crate::os::without_size_signal;
 use crate::shm::seal;
@@ -363,14 +363,14 @@ impl Manifest {
     /// Writes it to a sealed memfd.
     ///
     /// # Errors
-    /// [`Error::WeightsFile`] when it is too long; [`Error::Os`].
+    /// [`Error::Weights`] when it is too long; [`Error::Os`].
     pub(super) fn seal(&self, name: &str) -> Result<SealedManifest> {
         let bytes = self.encode();
         if bytes.len() as u64 > MANIFEST_BYTES_MAX {
-            return Err(Error::WeightsFile {
+            return Err(Error::Weights(WeightsFault::File {
                 path: name.into(),
-                fault: WeightsFault::limit("bytes of tensors' names", MANIFEST_BYTES_MAX),
-            });
+                fault: WeightsFileFault::limit("bytes of tensors' names", MANIFEST_BYTES_MAX),
+            }));
         }
         let fd = seal::memfd(c"warpipe-manifest", bytes.len() as u64)?;
         write_all(fd.as_fd(), &bytes).map_err(|e| Error::os("pwrite", "a manifest", e))?;

@@ -13,7 +13,7 @@ use serde::de::{
     DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
 
-use crate::error::WeightsFault;
+use crate::error::WeightsFileFault;
 use crate::tensor::{DType, Layout, RANK_MAX};
 
 /// The most tensors under one name: twice those of the largest checkpoints.
@@ -41,7 +41,7 @@ pub(super) struct FileTensor {
 }
 
 /// The header's length, from the first eight bytes of a file of `file_bytes` bytes.
-pub(super) fn header_bytes(first: [u8; 8], file_bytes: u64) -> Result<u64, WeightsFault> {
+pub(super) fn header_bytes(first: [u8; 8], file_bytes: u64) -> Result<u64, WeightsFileFault> {
     let found = u64::from_le_bytes(first);
     let allowed = HEADER_BYTES_MAX.min(file_bytes.saturating_sub(LENGTH_BYTES));
     if (2..=allowed).contains(&found) {
@@ -55,13 +55,13 @@ pub(super) fn header_bytes(first: [u8; 8], file_bytes: u64) -> Result<u64, Weigh
     } else {
         " (it is no safetensors file)"
     };
-    Err(WeightsFault::damaged(format!(
+    Err(WeightsFileFault::damaged(format!(
         "its header would have {found} bytes, allowed are 2 to {allowed}{detail}"
     )))
 }
 
 /// Reads and checks a header in front of `data_bytes` bytes of tensors, in the order of the file.
-pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, WeightsFault> {
+pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, WeightsFileFault> {
     if header.first() != Some(&b'{') {
         return Err(garbled("it does not begin with an opening brace"));
     }
@@ -72,7 +72,7 @@ pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, W
         .and_then(|()| json.end());
     if let (Ok(()), Some(what)) = (&read, progress.too_many) {
         let limit = TENSORS_MAX as u64;
-        return Err(WeightsFault::limit(what, limit));
+        return Err(WeightsFileFault::limit(what, limit));
     }
     match (read, progress.current) {
         (Ok(()), _) => {}
@@ -88,7 +88,7 @@ fn place(
     mut tensors: Vec<NamedInfo>,
     data_begin: u64,
     data_bytes: u64,
-) -> Result<Vec<FileTensor>, WeightsFault> {
+) -> Result<Vec<FileTensor>, WeightsFileFault> {
     tensors.sort_by(|a, b| a.name.cmp(&b.name));
     if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name == pair[1].name) {
         return Err(of_tensor(&pair[0].name, "it is described twice"));
@@ -196,20 +196,20 @@ fn dtype_of(name: &str) -> Result<DType, String> {
 }
 
 /// The file is shorter than its own header says, or longer.
-pub(super) fn truncated(found: u64, described: u64) -> WeightsFault {
-    WeightsFault::damaged(format!(
+pub(super) fn truncated(found: u64, described: u64) -> WeightsFileFault {
+    WeightsFileFault::damaged(format!(
         "it has {found} bytes, and its header describes {described}"
     ))
 }
 
-fn garbled(reason: &str) -> WeightsFault {
-    WeightsFault::damaged(format!("its header is garbled: {reason}"))
+fn garbled(reason: &str) -> WeightsFileFault {
+    WeightsFileFault::damaged(format!("its header is garbled: {reason}"))
 }
 
-fn of_tensor(name: &str, reason: impl ToString) -> WeightsFault {
+fn of_tensor(name: &str, reason: impl ToString) -> WeightsFileFault {
     let (name, reason) = (shortened(name), shortened(&reason.to_string()));
     let next = "save the tensors again with the safetensors library, or copy the file again";
-    WeightsFault::new(format!("tensor {name:?}: {reason}"), next)
+    WeightsFileFault::new(format!("tensor {name:?}: {reason}"), next)
 }
 
 /// A text of a file for a message: it may have megabytes.

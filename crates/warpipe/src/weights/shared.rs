@@ -15,7 +15,7 @@ use super::mapped::{Mapped, known_parts, parts};
 use super::weights_name;
 use crate::debug::opaque_debug;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, WeightsFault};
 use crate::fork::OwnerProcess;
 use crate::ipc::IpcServer;
 use crate::ipc::domain::{Domain, EndpointName};
@@ -102,9 +102,9 @@ impl SharedWeights {
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
     /// version; [`Error::PeerGone`] when it ends and no time is left to wait for the next one;
-    /// [`Error::Refused`], also when it has no room for another session; [`Error::OtherKind`],
-    /// [`Error::Name`], [`Error::Handshake`]; [`Error::Protocol`] when what it sends is damaged;
-    /// [`Error::Device`] when the device cannot map the memory; [`Error::Os`], [`Error::Driver`].
+    /// [`Error::Refused`], also when it has no room for another session; [`Error::Name`],
+    /// [`Error::Handshake`]; [`Error::Protocol`] when what it sends is damaged; [`Error::Device`]
+    /// when the device cannot map the memory; [`Error::Os`], [`Error::Driver`].
     pub fn open<'w>(
         name: &str,
         options: OpenOptions,
@@ -155,7 +155,7 @@ impl SharedWeights {
     /// The device reads all of the memory.
     ///
     /// # Errors
-    /// [`Error::WeightsUnverified`], also for a version with tensors that have no hash to compare: a
+    /// [`Error::Weights`], also for a version with tensors that have no hash to compare: a
     /// candidate is dropped then, and an older one, if there is one, takes its place, and a version
     /// that is offered stays offered; [`Error::Timeout`] when the keeper has no version; as
     /// [`open`](Self::open).
@@ -181,11 +181,11 @@ impl SharedWeights {
         let (name, version) = (name.to_string(), version.number);
         match is_hashed && tensors.is_empty() {
             true => Ok(version),
-            false => Err(Error::WeightsUnverified {
+            false => Err(Error::Weights(WeightsFault::Unverified {
                 name,
                 version,
                 tensors,
-            }),
+            })),
         }
     }
 
@@ -193,7 +193,7 @@ impl SharedWeights {
     /// between are left out. This version stays open as long as this object.
     ///
     /// # Errors
-    /// [`Error::Timeout`] when none came; [`Error::Forked`]; as [`open`](Self::open).
+    /// [`Error::Timeout`] when none came; [`Error::State`]; as [`open`](Self::open).
     pub fn newer<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<SharedWeights> {
         let HeldVersion {
             domain,

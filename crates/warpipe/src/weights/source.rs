@@ -14,7 +14,7 @@ use self::stamp::FileStamp;
 use super::manifest::read_exact;
 use super::safetensors::TENSORS_MAX;
 use super::safetensors::{self, FileTensor, LENGTH_BYTES};
-use crate::error::{Error, Result, WeightsFault};
+use crate::error::{Error, Result, WeightsFault, WeightsFileFault};
 use crate::fork::CloseOnForkFd;
 use crate::memory::slice::zeroed;
 use crate::os::above_standard;
@@ -71,10 +71,10 @@ impl Source {
     /// An index decides which tensors of its files are loaded. Reads headers alone.
     ///
     /// # Errors
-    /// [`Error::WeightsFile`] for a file that is damaged, truncated or no safetensors file, a
+    /// [`Error::Weights`] for a file that is damaged, truncated or no safetensors file, a
     /// folder with several models or none, a tensor of two files, an index that does not fit its
     /// files, and a file that is replaced meanwhile; [`Error::Os`], also for a file that cannot
-    /// be read; [`Error::DeviceMemory`] when this process has no room for a header.
+    /// be read; [`Error::Limit`] when this process has no room for a header.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Source> {
         let mut source = Source {
             files: Vec::new(),
@@ -131,28 +131,28 @@ impl Source {
         match (&indexes[..], &files[..]) {
             ([], []) => Err(of_file(
                 folder,
-                WeightsFault::unnamed("it has no safetensors file"),
+                WeightsFileFault::unnamed("it has no safetensors file"),
             )),
             ([], [part]) if is_part(part) => {
                 let text = format!(
                     "it has {part:?}, which is one of several parts, and no index that names the others"
                 );
                 let next = "download the folder again, or name all of its files one by one";
-                Err(of_file(folder, WeightsFault::new(text, next)))
+                Err(of_file(folder, WeightsFileFault::new(text, next)))
             }
             ([], [file]) => self.add_file(&folder.join(file), |_| true),
             _ => {
                 let models = listed(&[indexes, files].concat());
                 let text = format!("it has several models: {models}");
                 let next = "name one of them (an index names the parts of its model), or all files of one model";
-                Err(of_file(folder, WeightsFault::new(text, next)))
+                Err(of_file(folder, WeightsFileFault::new(text, next)))
             }
         }
     }
 
     /// Adds the tensors of a file with names that `is_wanted`.
     fn add_file(&mut self, path: &Path, mut is_wanted: impl FnMut(&str) -> bool) -> Result<()> {
-        let limit = |what, limit: usize| of_file(path, WeightsFault::limit(what, limit as u64));
+        let limit = |what, limit: usize| of_file(path, WeightsFileFault::limit(what, limit as u64));
         if self.files.len() == FILES_MAX {
             return Err(limit("files", FILES_MAX));
         }
@@ -198,7 +198,7 @@ impl Source {
             let stat = rustix::fs::stat(path)
                 .map_err(|e| Error::os("stat", path.display().to_string(), e))?;
             if FileStamp::of(&stat) != *stamp {
-                return Err(of_file(path, WeightsFault::changed()));
+                return Err(of_file(path, WeightsFileFault::changed()));
             }
         }
         Ok(())
@@ -211,7 +211,7 @@ impl Source {
             let stat = rustix::fs::fstat(fd)
                 .map_err(|e| Error::os("fstat", path.display().to_string(), e))?;
             if FileStamp::of(&stat) != *stamp {
-                return Err(of_file(path, WeightsFault::changed()));
+                return Err(of_file(path, WeightsFileFault::changed()));
             }
         }
         Ok(())
@@ -224,7 +224,7 @@ impl Source {
             if let Some(other) = files.insert(tensor.name.as_str(), *file) {
                 let other = self.files[other].path.display();
                 let text = format!("tensor {:?} lies in {other} too", tensor.name);
-                let fault = WeightsFault::new(text, "leave one of the two files out");
+                let fault = WeightsFileFault::new(text, "leave one of the two files out");
                 return Err(of_file(&self.files[*file].path, fault));
             }
         }
@@ -242,17 +242,17 @@ fn listed(files: &[String]) -> String {
     }
 }
 
-pub(super) fn of_file(path: &Path, fault: WeightsFault) -> Error {
-    Error::WeightsFile {
+pub(super) fn of_file(path: &Path, fault: WeightsFileFault) -> Error {
+    Error::Weights(WeightsFault::File {
         path: path.to_owned(),
         fault,
-    }
+    })
 }
 
 /// The error of a read: the file has become shorter, or the system refuses.
 pub(super) fn unreadable(path: &Path, error: std::io::Error) -> Error {
     if error.kind() == std::io::ErrorKind::UnexpectedEof {
-        of_file(path, WeightsFault::changed())
+        of_file(path, WeightsFileFault::changed())
     } else {
         Error::os("pread", path.display().to_string(), error)
     }
@@ -308,7 +308,7 @@ fn open_regular(path: &Path) -> Result<(CloseOnForkFd, FileStamp)> {
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(of_file(
             path,
-            WeightsFault::unnamed("it is neither a regular file nor a folder"),
+            WeightsFileFault::unnamed("it is neither a regular file nor a folder"),
         ));
     }
     let stamp = FileStamp::of(&stat);

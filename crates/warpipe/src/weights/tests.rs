@@ -16,7 +16,7 @@ use warpipe_testkit::{TempDir, temporary_folder};
 use super::*;
 use crate::backend::testing::{Failing, Wrapped};
 use crate::device::Device;
-use crate::error::Error;
+use crate::error::{Error, NameFault, StateFault, WeightsFault};
 use crate::hostile::in_a_forked_child;
 use crate::ipc::domain::Domain;
 use crate::tensor::{DType, Layout};
@@ -331,7 +331,7 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
     let keeper = stage.keeper();
     let damaged = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
-        matches!(&damaged, Error::WeightsUnverified { version: 2, tensors, .. } if *tensors == ["b"]),
+        matches!(&damaged, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. }) if *tensors == ["b"]),
         "{damaged}"
     );
     assert!(
@@ -362,17 +362,26 @@ fn names_that_are_taken_of_another_kind_or_unknown_are_errors_and_leave_no_file(
     assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
     let keeper = stage.keeper();
     let taken = Keeper::new("w", KeeperOptions::at(&stage.domain)).unwrap_err();
-    assert!(matches!(taken, Error::NameTaken { .. }), "{taken}");
+    assert!(
+        matches!(taken, Error::Name(NameFault::Taken { .. })),
+        "{taken}"
+    );
     drop(keeper);
     let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
     let other = memory
         .publish("w", PublishOptions::at(&stage.domain))
         .unwrap();
     let found = publish(Duration::ZERO).unwrap_err();
-    assert!(matches!(found, Error::OtherKind { .. }), "{found}");
+    assert!(
+        matches!(found, Error::Name(NameFault::OtherKind { .. })),
+        "{found}"
+    );
     drop(other);
     let long = Keeper::new(&"n".repeat(201), KeeperOptions::at(&stage.domain)).unwrap_err();
-    assert!(matches!(long, Error::Name { .. }), "{long}");
+    assert!(
+        matches!(long, Error::Name(NameFault::Invalid { .. })),
+        "{long}"
+    );
     assert_eq!(std::fs::read_dir(&stage.folder).unwrap().count(), 0);
 }
 
@@ -432,7 +441,8 @@ fn a_forked_child_neither_hangs_nor_disturbs_what_its_parent_holds() {
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let memory = shared.tensor("a").unwrap();
     in_a_forked_child(|| {
-        let is_forked = |error: Option<Error>| matches!(error, Some(Error::Forked));
+        let is_forked =
+            |error: Option<Error>| matches!(error, Some(Error::State(StateFault::Forked)));
         is_forked(keeper.version().err()) && is_forked(memory.memory().to_vec(WAIT).err())
     });
     assert_eq!(byte_of(&shared), 1);
@@ -458,7 +468,7 @@ fn every_damaged_tensor_is_listed() {
     stream.synchronize(WAIT).unwrap();
     let damaged = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
-        matches!(&damaged, Error::WeightsUnverified { tensors, .. } if *tensors == ["a", "b"]),
+        matches!(&damaged, Error::Weights(WeightsFault::Unverified { tensors, .. }) if *tensors == ["a", "b"]),
         "{damaged}"
     );
 }
@@ -485,7 +495,7 @@ fn damage_in_any_part_of_a_tensor_is_found() {
         write(!bytes[place]);
         let damaged = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
         assert!(
-            matches!(damaged, Error::WeightsUnverified { .. }),
+            matches!(damaged, Error::Weights(WeightsFault::Unverified { .. })),
             "{damaged}"
         );
         write(bytes[place]);

@@ -12,7 +12,7 @@ use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{
     Guarded, Scratch, alone, assert_delivers, command, domain_of_test, eventually, name, role,
 };
-use crate::{Device, Error, Publisher, PublisherOptions};
+use crate::{Device, Error, FileFault, NameFault, Publisher, PublisherOptions};
 
 fn build(scratch: &Scratch) -> crate::Result<Publisher> {
     Publisher::new("a", PublisherOptions::at(&scratch.domain, &Device::host()))
@@ -82,7 +82,7 @@ fn foreign_files_in_place_of_the_socket_or_the_lock_are_left_unchanged() {
             let before = portrait(&path);
             let error = build(&scratch).unwrap_err();
             assert!(
-                matches!(&error, Error::ForeignFile { path: p, .. } if *p == path),
+                matches!(&error, Error::File(FileFault::Foreign { path: p, .. }) if *p == path),
                 "{what} at {file}: {error}"
             );
             assert!(
@@ -191,7 +191,7 @@ fn a_killed_publishers_name_is_cleaned_or_taken_over() {
         );
         let pid = victim.0.id() as i32;
         assert!(
-            matches!(build(&scratch), Err(Error::NameTaken { holder, .. }) if holder.pid == Some(pid))
+            matches!(build(&scratch), Err(Error::Name(NameFault::Taken { holder, .. })) if holder.pid == Some(pid))
         );
         assert!(
             scratch.domain.clean().unwrap().is_empty(),
@@ -243,7 +243,7 @@ fn of_two_that_race_for_a_name_one_wins_and_the_other_gets_an_error() {
             panic!("round {round}: nobody won: {winner:?} {loser:?}")
         };
         assert!(
-            matches!(loser, Err(Error::NameTaken { .. })),
+            matches!(loser, Err(Error::Name(NameFault::Taken { .. }))),
             "round {round}: {loser:?}"
         );
         ours.domain

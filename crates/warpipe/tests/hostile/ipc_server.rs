@@ -18,7 +18,7 @@ use crate::ipc::{
     AccessPolicy, Address, BODY_BYTES_MAX, ClientInfo, ClientSession, Disconnected, IpcServer,
     Kind, OutgoingReply, Rejection, RequestHandler, ServerCore, SessionObserver,
 };
-use crate::{Error, HandshakeFault, Result};
+use crate::{Error, HandleFault, HandshakeFault, NameFault, Result};
 
 /// Counts its clients; echoes requests.
 #[derive(Default)]
@@ -342,7 +342,7 @@ fn a_client_refuses_an_invalid_admission() {
                 }),
                 0,
             ),
-            &|error| matches!(error, Error::OtherKind { .. }),
+            &|error| matches!(error, Error::Name(NameFault::OtherKind { .. })),
         ),
     ];
     for (what, answer, is_right) in cases {
@@ -387,7 +387,16 @@ fn a_server_of_another_incarnation_than_the_tickets_is_refused() {
         });
         let _socket = liar.receive(&[(granted, 0)]);
         let error = visiting.join().unwrap().unwrap_err();
-        assert!(matches!(error, Error::TicketExpired { .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::Handle {
+                    fault: HandleFault::Expired { .. },
+                    ..
+                }
+            ),
+            "{error}"
+        );
     });
 }
 

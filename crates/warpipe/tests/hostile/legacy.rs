@@ -12,7 +12,9 @@ use super::stage::{Guarded, LONG, alone, command, eventually, random_bytes, rand
 use crate::backend::testing::{Counting, Failing, Wrapped};
 use crate::backend::{Backend, IPC_EVENTS_MAX, IpcBytes};
 use crate::memory::legacy::forged;
-use crate::{Device, Error, HandleFault, LegacyHandle, LegacyMemory, Stream};
+use crate::{
+    Device, Error, HandleFault, LegacyHandle, LegacyMemory, LimitFault, StateFault, Stream,
+};
 
 const BYTES: u64 = 64 << 10;
 const OFFSET: u64 = 4096 + 8;
@@ -280,8 +282,11 @@ fn opened_memory_can_be_neither_exported_again_nor_closed_twice() {
         let exported = unsafe { LegacyHandle::export(&device, memory.ptr(), 8) };
         assert!(matches!(
             exported,
-            Err(Error::NotExportable {
-                kind: crate::backend::PointerKind::Import,
+            Err(Error::Handle {
+                fault: HandleFault::NotExportable {
+                    kind: crate::backend::PointerKind::Import,
+                    ..
+                },
                 ..
             })
         ));
@@ -482,7 +487,8 @@ fn another_user_cannot_open_a_handle() {
 /// check, or 0.
 fn in_a_forked_child(exporter: &Exporter, memory: LegacyMemory, own: u64, stream: &Stream) -> i32 {
     let device = Device::host();
-    let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
+    let is_forked =
+        |result: Result<(), Error>| matches!(result, Err(Error::State(StateFault::Forked)));
     // SAFETY: the allocation is its parent's; the test expects a refusal.
     let exported = unsafe { LegacyHandle::export(&device, own, 8) };
     if !is_forked(memory.write(stream, 0, &[0])) {
@@ -552,16 +558,14 @@ fn the_interprocess_events_of_a_process_are_counted_and_one_that_is_dropped_coun
         let mut events: Vec<_> = (0..IPC_EVENTS_MAX).map(|_| create().unwrap()).collect();
         assert!(matches!(
             create(),
-            Err(Error::EventLimit {
-                limit: IPC_EVENTS_MAX
-            })
+            Err(Error::Limit(LimitFault::Events(IPC_EVENTS_MAX)))
         ));
         let ordinary = device.backend().create_event().unwrap();
         // SAFETY: each event here is live, and destroyed once.
         let destroy = |event| unsafe { device.backend().destroy_event(event) }.unwrap();
         destroy(ordinary);
         assert!(
-            matches!(create(), Err(Error::EventLimit { .. })),
+            matches!(create(), Err(Error::Limit(LimitFault::Events(_)))),
             "an ordinary event does not count"
         );
         destroy(events.pop().unwrap());

@@ -29,7 +29,7 @@ use crate::ipc::{
 };
 use crate::os::IS_OLD_KERNEL;
 use crate::runtime::closer::pending_closes;
-use crate::{Device, Error, Publisher, PublisherOptions, Subscriber};
+use crate::{Device, Error, Loss, Publisher, PublisherOptions, Subscriber};
 
 /// A TCP socket with `SO_LINGER` and unread data: its last `close` returns when this is dropped.
 pub(super) struct Lingering {
@@ -182,7 +182,7 @@ impl Victim {
         let sample = subscriber.receive(&stream, LONG).unwrap();
         self.process.0.kill().unwrap();
         assert!(
-            matches!(sample.finish(LONG), Err(Error::SampleLost { .. })),
+            matches!(sample.finish(LONG), Err(Error::Lost(Loss::Sample { .. }))),
             "the rescue comes"
         );
     }

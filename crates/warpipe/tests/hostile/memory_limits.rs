@@ -8,7 +8,7 @@ use rustix::process::Resource;
 use super::descriptors::set_soft;
 use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{Scratch, alone, assert_delivers};
-use crate::{Device, Error, HandshakeFault, Layout, PublisherOptions};
+use crate::{Device, Error, HandshakeFault, Layout, LimitFault, PublisherOptions};
 
 #[test]
 fn a_memfd_that_cannot_grow_is_an_error_of_the_loan_and_of_the_new_subscriber() {
@@ -90,7 +90,7 @@ fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() 
         .map(drop)
         .unwrap_err();
     assert!(
-        matches!(loan, Error::DeviceMemory { bytes, .. } if bytes > machine),
+        matches!(loan, Error::Limit(LimitFault::Device { bytes, .. }) if bytes > machine),
         "{loan}"
     );
     let loan = publisher
@@ -98,7 +98,10 @@ fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() 
         .map(drop)
         .unwrap_err();
     assert!(
-        matches!(loan, Error::DeviceMemory { .. } | Error::MemoryLimit { .. }),
+        matches!(
+            loan,
+            Error::Limit(LimitFault::Device { .. }) | Error::Limit(LimitFault::Memory { .. })
+        ),
         "{loan}"
     );
     assert_eq!(publisher.memory_in_use().0, 0);
@@ -114,13 +117,16 @@ fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() 
     let loans: Vec<_> = (0..4).map(|_| publisher.loan(&small).unwrap()).collect();
     let error = publisher.loan(&small).map(drop).unwrap_err();
     assert!(
-        matches!(error, Error::MemoryLimit { bytes, used, limit, .. } if (bytes, used, limit) == (1 << 20, 4 << 20, 4 << 20))
+        matches!(error, Error::Limit(LimitFault::Memory { bytes, used, limit, .. }) if (bytes, used, limit) == (1 << 20, 4 << 20, 4 << 20))
     );
     let error = publisher
         .loan(&Layout::bytes_only((4 << 20) + 1).unwrap())
         .map(drop)
         .unwrap_err();
-    assert!(matches!(error, Error::MemoryLimit { .. }), "{error}");
+    assert!(
+        matches!(error, Error::Limit(LimitFault::Memory { .. })),
+        "{error}"
+    );
     drop(loans);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"released");
 }

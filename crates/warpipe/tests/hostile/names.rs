@@ -7,8 +7,8 @@ use rustix::process::Signal;
 
 use super::stage::{LONG, Scratch, TestProcess, alone, domain_of_test, next_order, role, stream};
 use crate::{
-    Device, Domain, EndpointName, Error, NAME_BYTES_MAX, Publisher, PublisherOptions, Subscriber,
-    SubscriberOptions,
+    Device, Domain, EndpointName, Error, FileFault, NAME_BYTES_MAX, NameFault, Publisher,
+    PublisherOptions, Subscriber, SubscriberOptions,
 };
 
 const BAD: [&str; 15] = [
@@ -22,10 +22,16 @@ fn a_name_that_breaks_a_rule_is_refused_by_both_ends() {
     let long = "x".repeat(NAME_BYTES_MAX + 1);
     for bad in BAD.iter().copied().chain([long.as_str()]) {
         let publisher = Publisher::new(bad, PublisherOptions::at(&scratch.domain, &Device::host()));
-        assert!(matches!(publisher, Err(Error::Name { .. })), "{bad:?}");
+        assert!(
+            matches!(publisher, Err(Error::Name(NameFault::Invalid { .. }))),
+            "{bad:?}"
+        );
         let subscriber =
             Subscriber::new(bad, SubscriberOptions::at(&scratch.domain, &Device::host()));
-        assert!(matches!(subscriber, Err(Error::Name { .. })), "{bad:?}");
+        assert!(
+            matches!(subscriber, Err(Error::Name(NameFault::Invalid { .. }))),
+            "{bad:?}"
+        );
     }
     assert_eq!(
         std::fs::read_dir(&scratch.path).unwrap().count(),
@@ -76,7 +82,8 @@ fn a_name_with_slashes_lies_flat_in_the_directory() {
 
 #[test]
 fn a_huge_name_does_not_make_a_huge_error() {
-    let Err(Error::Name { name, .. }) = EndpointName::new(&"é".repeat(1 << 20)) else {
+    let Err(Error::Name(NameFault::Invalid { name, .. })) = EndpointName::new(&"é".repeat(1 << 20))
+    else {
         panic!("a bad name")
     };
     assert!(name.len() <= 4 * NAME_BYTES_MAX);
@@ -84,7 +91,7 @@ fn a_huge_name_does_not_make_a_huge_error() {
 
 fn reason(path: impl AsRef<std::path::Path>) -> String {
     match Domain::at(path) {
-        Err(Error::Domain { reason, .. }) => reason,
+        Err(Error::File(FileFault::Domain { reason, .. })) => reason,
         other => panic!("{other:?}"),
     }
 }

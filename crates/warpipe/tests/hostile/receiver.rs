@@ -17,7 +17,7 @@ use crate::ipc::message::{Message, Received};
 use crate::ipc::{Kind, PeerState};
 use crate::pubsub::PublisherRole;
 use crate::shm::seal;
-use crate::{Device, Error, Layout, Policy, Publisher, PublisherOptions};
+use crate::{Device, Error, Layout, LimitFault, Policy, Publisher, PublisherOptions};
 
 /// A client that has attached correctly and holds its segment.
 struct Liar {
@@ -104,7 +104,7 @@ fn a_scribbling_receiver_does_not_affect_the_other_ones_samples() {
                         match publisher.send_bytes(&stream, &payload) {
                             Ok(_) => sent += 1,
                             // The liar is full, and its publisher has promised it every sample.
-                            Err(Error::Timeout { .. } | Error::Full { .. })
+                            Err(Error::Timeout { .. } | Error::Limit(LimitFault::Depth { .. }))
                                 if policy.is_lossless() =>
                             {
                                 refused += 1;
@@ -199,7 +199,10 @@ fn a_slot_released_early_is_not_reused_while_it_is_being_filled() {
     // A receiver that releases without having waited does this.
     liar.words.release_all(1);
     let error = publisher.loan(&whole).unwrap_err();
-    assert!(matches!(error, Error::MemoryLimit { .. }), "{error}");
+    assert!(
+        matches!(error, Error::Limit(LimitFault::Memory { .. })),
+        "{error}"
+    );
     drop(go);
     busy.synchronize(LONG).unwrap();
     eventually("the slot is back", || publisher.loan(&whole).is_ok());
@@ -368,7 +371,10 @@ fn forged_ready_and_released_words_of_another_user_reuse_no_slot_under_its_write
         loan.send(&stream).unwrap();
         liar.words.forge_end_of(1, 4);
         assert!(
-            matches!(publisher.loan(&all), Err(Error::MemoryLimit { .. })),
+            matches!(
+                publisher.loan(&all),
+                Err(Error::Limit(LimitFault::Memory { .. }))
+            ),
             "its writer has not begun"
         );
         drop(go);
@@ -403,7 +409,7 @@ fn a_receiver_that_closes_no_region_keeps_memory_of_the_limit_once_more_and_no_m
         refused
     });
     assert!(
-        matches!(refused, Some(Error::MemoryLimit { .. })),
+        matches!(refused, Some(Error::Limit(LimitFault::Memory { .. }))),
         "{refused:?}"
     );
     let closed: Vec<u32> = std::iter::from_fn(|| match hear(&liar.socket) {

@@ -21,7 +21,9 @@ use crate::pubsub::place::Place;
 use crate::pubsub::ring::SenderRing;
 use crate::shm::segment::{Entry, Segment};
 use crate::wait::{OptionalExtension, Wait};
-use crate::{Device, Error, ErrorKind, Layout, LegacyHandle, Memory, PublishOptions, Subscriber};
+use crate::{
+    Device, Error, ErrorKind, Layout, LegacyHandle, Loss, Memory, PublishOptions, Subscriber,
+};
 
 const REGION_BYTES: u64 = 2 << 20;
 
@@ -313,7 +315,7 @@ fn memory_that_died_with_its_process_is_lost_with_its_sample_and_ends_no_loop() 
     let mut samples = subscriber.samples(&stream, LONG);
     let gone = samples.next().unwrap().unwrap_err();
     assert!(
-        matches!(gone, Error::SampleLost { sequence: 1, .. }),
+        matches!(gone, Error::Lost(Loss::Sample { sequence: 1, .. })),
         "{gone}"
     );
     let garbled = samples.next().unwrap().unwrap_err();
@@ -404,7 +406,7 @@ fn memory_of_an_owner_that_closes_connections_unanswered_is_lost_with_its_sample
         subscriber.receive(&stream(), LONG).unwrap_err()
     });
     assert!(
-        matches!(lost, Error::SampleLost { sequence: 1, .. }),
+        matches!(lost, Error::Lost(Loss::Sample { sequence: 1, .. })),
         "{lost}"
     );
 }
@@ -684,7 +686,9 @@ fn concurrent_writes_to_a_segment_give_samples_inside_the_region_or_errors() {
                                 let read = sample.copy_to(&mut bytes, Duration::from_millis(1));
                                 assert!(matches!(
                                     read,
-                                    Ok(()) | Err(Error::Timeout { .. } | Error::SampleLost { .. })
+                                    Ok(())
+                                        | Err(Error::Timeout { .. }
+                                            | Error::Lost(Loss::Sample { .. }))
                                 ));
                             }
                         }

@@ -14,10 +14,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use super::publisher_handshake::hello;
 use super::stage::{Guarded, LONG, Scratch, command, eventually, packet, role, send_raw};
 use crate::{
-    Device, Domain, Error, Event, EventHandle, EventOptions, Member, MemberOptions, Members,
-    MembersOptions, Memory, OpenOptions, Pool, PoolClient, PoolOptions, PublishOptions, Publisher,
-    PublisherOptions, Quota, Semaphore, SemaphoreOptions, Subscriber, SubscriberOptions, Timeline,
-    TimelineOptions,
+    Device, Domain, Error, Event, EventHandle, EventOptions, LimitFault, Member, MemberOptions,
+    Members, MembersOptions, Memory, OpenOptions, Pool, PoolClient, PoolOptions, PublishOptions,
+    Publisher, PublisherOptions, Quota, Semaphore, SemaphoreOptions, Subscriber, SubscriberOptions,
+    Timeline, TimelineOptions,
 };
 
 const TENANT: u32 = 60_011;
@@ -362,7 +362,7 @@ fn a_client_counts_for_the_user_that_connected_whatever_it_becomes_later() {
         let block = client.allocate(4096, Duration::ZERO).unwrap();
         let over = client.allocate(8, Duration::ZERO).unwrap_err();
         assert!(
-            matches!(over, Error::QuotaExceeded { uid: TENANT, .. }),
+            matches!(over, Error::Limit(LimitFault::Quota { uid: TENANT, .. })),
             "{over}"
         );
         println!("outcome: has a block");
@@ -436,7 +436,7 @@ fn clients_of_one_user_that_race_and_are_killed_keep_to_one_quota_and_return_it(
         for round in 0_u64.. {
             match client.allocate(1 + round % 4096, Duration::from_millis(1)) {
                 Ok(block) => drop(block),
-                Err(Error::QuotaExceeded { uid: TENANT, .. }) => {}
+                Err(Error::Limit(LimitFault::Quota { uid: TENANT, .. })) => {}
                 Err(other) => panic!("{other}"),
             }
             if round == 10 {
@@ -517,11 +517,11 @@ fn root_is_a_user_like_others_to_an_endpoint_of_another_user() {
     assert!(
         matches!(
             over,
-            Err(Error::QuotaExceeded {
+            Err(Error::Limit(LimitFault::Quota {
                 uid: 0,
                 limit: 0,
                 ..
-            })
+            }))
         ),
         "{over:?}"
     );

@@ -14,7 +14,9 @@ use super::stage::{
 };
 use crate::statistics::{Observer, Role};
 use crate::wait::OptionalExtension;
-use crate::{Device, Domain, Error, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+use crate::{
+    Device, Domain, Error, NameFault, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+};
 
 fn build(domain: &Domain) -> crate::Result<Publisher> {
     Publisher::new("a", PublisherOptions::at(domain, &Device::host()))
@@ -43,7 +45,10 @@ fn a_name_that_has_lost_its_files_is_never_held_twice() {
         let mut subscriber = scratch.subscriber();
         remove(&scratch.path, files);
         let second = build(&Domain::at(&scratch.path).unwrap()).map(drop);
-        assert!(matches!(second, Err(Error::NameTaken { .. })), "{second:?}");
+        assert!(
+            matches!(second, Err(Error::Name(NameFault::Taken { .. }))),
+            "{second:?}"
+        );
         let (text, own) = (second.unwrap_err().to_string(), std::process::id());
         let is_told = text.contains("without its files") || text.contains(&format!("{own}"));
         assert!(is_told, "{files:?}: {text}");
@@ -130,7 +135,10 @@ fn an_owner_appears_in_a_domain_that_was_removed_and_made_again() {
     publisher.send_bytes(&stream(), b"here").unwrap();
     let sample = subscriber.receive(&stream(), LONG).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), b"here");
-    assert!(matches!(build(&domain), Err(Error::NameTaken { .. })));
+    assert!(matches!(
+        build(&domain),
+        Err(Error::Name(NameFault::Taken { .. }))
+    ));
     let pid = std::process::id() as i32;
     eventually("its statistics are of that domain", || {
         let seen = Observer::new().observe_one(pid);
@@ -161,7 +169,10 @@ fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_pl
         assert_delivers(&first, &mut subscriber, b"in its place");
         assert_eq!(before.endpoints().unwrap().len(), 1);
         assert!(before.clean().unwrap().is_empty());
-        assert!(matches!(build(&before), Err(Error::NameTaken { .. })));
+        assert!(matches!(
+            build(&before),
+            Err(Error::Name(NameFault::Taken { .. }))
+        ));
         drop(first);
         let second = make_again();
         eventually("it has found the next one", || {

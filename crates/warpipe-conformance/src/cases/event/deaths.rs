@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Hook, Wrapped};
-use warpipe::{Device, Error, Event, EventOptions, OpenOptions, Pool, PoolClient, PoolOptions};
+use warpipe::{
+    Device, Error, Event, EventOptions, Loss, OpenOptions, Pool, PoolClient, PoolOptions,
+};
 use warpipe_testkit::eventually;
 
 use super::{exporter, parse, share};
@@ -16,7 +18,7 @@ use crate::peer::{Answer, Order, SignalOrder};
 
 fn lost(result: warpipe::Result<bool>, pid: u32) -> Result<()> {
     match result {
-        Err(Error::EventLost { pid: found, .. }) if found == pid as i32 => Ok(()),
+        Err(Error::Lost(Loss::Event { pid: found, .. })) if found == pid as i32 => Ok(()),
         other => bail!("the death of process {pid} gave {other:?}"),
     }
 }
@@ -63,7 +65,7 @@ pub(super) fn killed_exporter(context: &Context) -> Result<()> {
             "recording gave {recorded:?}"
         );
         witness.signals(SignalOrder::Synchronize)?;
-        witness.refuses(SignalOrder::CheckEvent, "EventLost")?;
+        witness.refuses(SignalOrder::CheckEvent, "Loss::Event")?;
         witness.dismiss()?;
         drop(memory);
         context.domain.clean()?;
@@ -94,7 +96,7 @@ pub(super) fn killed_importer(context: &Context) -> Result<()> {
     witness
         .signals(SignalOrder::Synchronize)
         .context("a third one's stream is released")?;
-    witness.refuses(SignalOrder::CheckEvent, "EventLost")?;
+    witness.refuses(SignalOrder::CheckEvent, "Loss::Event")?;
     event.record(&stream, PATIENCE)?;
     witness.signals(SignalOrder::WaitEvent)?;
     witness.signals(SignalOrder::Synchronize)?;
@@ -222,7 +224,7 @@ pub(super) fn killed_anywhere(context: &Context) -> Result<()> {
         for _ in 0..20 {
             match event.wait(&stream) {
                 Ok(recording) => recordings.push(recording),
-                Err(Error::EventLost { .. }) => {}
+                Err(Error::Lost(Loss::Event { .. })) => {}
                 Err(error) => bail!(error),
             }
         }
@@ -236,7 +238,7 @@ pub(super) fn killed_anywhere(context: &Context) -> Result<()> {
         for recording in recordings {
             match event.check(recording) {
                 Ok(true) => complete += 1,
-                Err(Error::EventLost { .. }) => lost_ones += 1,
+                Err(Error::Lost(Loss::Event { .. })) => lost_ones += 1,
                 other => bail!("after the recorder's death a recording is {other:?}"),
             }
         }

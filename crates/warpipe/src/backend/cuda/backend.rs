@@ -69,7 +69,7 @@ impl CudaBackend {
     /// backend.
     ///
     /// # Errors
-    /// [`Error::Device`], [`Error::Driver`], and [`Error::Forked`] in a
+    /// [`Error::Device`], [`Error::Driver`], and [`Error::State`] in a
     /// child of a process that used CUDA.
     pub fn open(ordinal: u32) -> Result<Arc<dyn Backend>> {
         Ok(Self::opened(ordinal)?)

@@ -26,7 +26,7 @@ use super::sys::Fault;
 use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, EVENT_DISABLE_TIMING, MEMORYTYPE_UNIFIED};
 use crate::backend::{Copies, DevicePtr, HostCopy, RawStream, Rows};
 use crate::backoff::Backoff;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::slow_path::{self, SlowPath};
 
 /// The longest copy from the host that the driver gives to the compute engine.
@@ -294,9 +294,10 @@ impl CudaBackend {
     pub(super) unsafe fn check_not_capturing(&self, stream: CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
         match unsafe { self.driver.stream_is_capturing(stream) } {
-            Ok(true) => Err(Error::Capturing {
-                what: format!("stream {:#x}", stream.addr()),
-            }),
+            Ok(true) => Err(Error::State(StateFault::Capturing(format!(
+                "stream {:#x}",
+                stream.addr()
+            )))),
             // A driver without stream capture.
             Ok(false) | Err(Fault::Symbol(_)) => Ok(()),
             Err(fault) => Err(fault.into()),

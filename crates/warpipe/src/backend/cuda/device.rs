@@ -8,7 +8,7 @@ use super::sys::{self, CUdevice, CUresult, Driver, Fault};
 use super::{fault, shutdown_gate};
 use crate::backend::{DeviceId, DeviceInfo, DeviceKind};
 use crate::backoff::Backoff;
-use crate::error::{DeviceFault, Error, Result};
+use crate::error::{DeviceFault, Error, Result, StateFault};
 
 /// The limit for an MPS server that is not ready.
 const MPS_PATIENCE: Duration = Duration::from_secs(5);
@@ -22,7 +22,7 @@ pub(super) fn driver() -> Result<&'static Driver> {
         Error::device(DeviceFault::NoDriver, text)
     })?;
     if shutdown_gate::forked() {
-        return Err(Error::Forked);
+        return Err(Error::State(StateFault::Forked));
     }
     init(driver).map_err(fault::init_error)?;
     shutdown_gate::remember_process();

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::shutdown_gate;
 use super::sys::{self, CUresult, Fault};
-use crate::error::{DeviceFault, Error};
+use crate::error::{DeviceFault, Error, StateFault};
 
 impl Fault {
     /// Whether the driver returned one of `codes`.
@@ -45,7 +45,7 @@ impl From<Fault> for Error {
             Fault::Call {
                 code: CUresult::NOT_INITIALIZED,
                 ..
-            } if shutdown_gate::forked() => Error::Forked,
+            } if shutdown_gate::forked() => Error::State(StateFault::Forked),
             Fault::Call {
                 code: CUresult::NO_DEVICE,
                 ..
@@ -53,9 +53,7 @@ impl From<Fault> for Error {
             Fault::Call {
                 code: CUresult::CAPTURED_EVENT,
                 ..
-            } => Error::Capturing {
-                what: "the event".into(),
-            },
+            } => Error::State(StateFault::Capturing("the event".into())),
             Fault::Call { call, code } => Error::Driver {
                 call,
                 code: code.0,

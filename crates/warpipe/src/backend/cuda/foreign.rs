@@ -71,7 +71,7 @@ impl Imports for CudaBackend {
     fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
         let kind = self.locate(ptr)?.kind;
         if kind != PointerKind::Vmm {
-            return Err(Error::NotExportable { ptr, kind });
+            return Err(Error::not_exportable(ptr, kind));
         }
         let _current = self.enter()?;
         let address = std::ptr::without_provenance_mut(ptr as usize);
@@ -176,7 +176,7 @@ impl CudaBackend {
 
 fn not_exportable(fault: Fault, ptr: DevicePtr, kind: PointerKind) -> Error {
     if fault.is(&NO_SUCH_ALLOCATION) {
-        Error::NotExportable { ptr, kind }
+        Error::not_exportable(ptr, kind)
     } else {
         fault.into()
     }

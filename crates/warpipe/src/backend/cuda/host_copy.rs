@@ -8,7 +8,7 @@ use super::shutdown_gate;
 use super::staging::{Purpose, StagingLease};
 use super::sys::{CUdeviceptr, CUstream};
 use crate::backend::{Copies, HostCopy, HostPiece, RawStream, copy_at_once};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::slow_path::{self, SlowPath};
 
 /// Page-locked memory that a stream copies to.
@@ -132,7 +132,7 @@ impl StagedCopy {
         };
         if shutdown_gate::forked() {
             // The memory is the parent's, and another thread of the parent may have held its lock.
-            return Err(Error::Forked);
+            return Err(Error::State(StateFault::Forked));
         }
         let waited = self.backend.enter().and_then(|_current| {
             let waited = self.backend.wait_for_lease(self.stream, &lease);

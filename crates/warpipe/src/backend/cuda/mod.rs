@@ -8,7 +8,7 @@
 //! One primary context for each device is retained for the life of the process, the same that the
 //! CUDA runtime and PyTorch use, so their streams and pointers may be used here. Every method makes
 //! it current and restores the caller's context. A forked child cannot use CUDA at all and gets
-//! [`Error::Forked`](crate::Error::Forked).
+//! [`StateFault::Forked`](crate::StateFault::Forked).
 
 mod backend;
 mod calls;

@@ -147,10 +147,7 @@ impl DeviceMalloc {
     pub(super) fn export(&self, base: DevicePtr) -> Result<IpcBytes> {
         let here = ProcessOrigin::here()?;
         let allocated = self.allocated.lock();
-        let unknown = || Error::NotExportable {
-            ptr: base,
-            kind: PointerKind::Unknown,
-        };
+        let unknown = || Error::not_exportable(base, PointerKind::Unknown);
         let allocation = allocated.get(&base).ok_or_else(unknown)?;
         allocation.owner_process.check()?;
         let fd = allocation.fd.as_fd();

@@ -23,7 +23,7 @@ use super::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo,
     PointerKind, RawEvent, RawRegion, RawStream, Retained, Rows, StreamOp, TimelineWord,
 };
-use crate::error::{Error, HandleFault, Result};
+use crate::error::{Error, HandleFault, LimitFault, Result};
 use crate::fork::per_process::InheritedOnFork;
 use crate::kernel::{Kernel, KernelLaunch};
 
@@ -91,11 +91,11 @@ impl HostBackend {
             Ok(_) => Ok(()),
             Err(held) => {
                 let detail = format!(" ({held} of {limit} in use)");
-                Err(Error::DeviceMemory {
+                Err(Error::Limit(LimitFault::Device {
                     device: "host".into(),
                     bytes,
                     detail,
-                })
+                }))
             }
         }
     }
@@ -226,7 +226,7 @@ impl super::Imports for HostBackend {
                     PointerKind::Vmm => PointerKind::VmmPrivate,
                     kind => kind,
                 };
-                Err(Error::NotExportable { ptr, kind })
+                Err(Error::not_exportable(ptr, kind))
             }
         }
     }

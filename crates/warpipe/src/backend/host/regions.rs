@@ -54,7 +54,7 @@ impl Regions {
         let retained = self.retained.lock();
         let Some((fd, _)) = retained.get(&held.handle) else {
             let (ptr, kind) = (held.base, PointerKind::Unknown);
-            return Err(Error::NotExportable { ptr, kind });
+            return Err(Error::not_exportable(ptr, kind));
         };
         rustix::io::fcntl_dupfd_cloexec(fd, 3)
             .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))

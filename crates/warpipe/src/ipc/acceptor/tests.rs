@@ -2,6 +2,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
 use crate::backoff::Backoff;
+use crate::error::NameFault;
 use crate::fuzzing::packet;
 use crate::hostile::{in_a_forked_child, leave_descriptors, raise_descriptor_limit, send_raw};
 use crate::ipc::Address;
@@ -127,7 +128,10 @@ fn the_registration_of_a_refused_connection_ends_before_its_socket_is_closed() {
         client.kind = Kind::Pool;
         client.hello(None, &[], &HandshakeLimit::of(LONG)).unwrap();
         let refused = client.wait(&HandshakeLimit::of(LONG)).unwrap_err();
-        assert!(matches!(refused, Error::OtherKind { .. }), "{refused}");
+        assert!(
+            matches!(refused, Error::Name(NameFault::OtherKind { .. })),
+            "{refused}"
+        );
         // The thread that accepts this one is through with the one before.
         others.push(scene.pending());
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, NameFault, Result};
 
 /// The longest name that an endpoint is given, but for weights: with the longest suffix and a path
 /// through `/proc/self/fd` it fills a `sun_path`.
@@ -58,10 +58,10 @@ impl EndpointName {
         } else {
             return Ok(EndpointName(name.to_owned()));
         };
-        Err(Error::Name {
+        Err(Error::Name(NameFault::Invalid {
             name: name.chars().take(2 * limit).collect(),
             reason,
-        })
+        }))
     }
 
     /// The name.

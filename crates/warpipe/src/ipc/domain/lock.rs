@@ -19,7 +19,7 @@ use super::author::{Author, LOCK_BYTES_MAX};
 use super::place::{EXIT_TIMEOUT, LIVE_AFTER, NamePlace};
 use super::{Domain, EndpointName};
 use crate::backoff::Backoff;
-use crate::error::{Error, Holder, Result};
+use crate::error::{Error, Holder, NameFault, Result};
 use crate::fork::CloseOnForkFd;
 use crate::origin::is_dying_or_dead;
 use crate::os::{is_shortage, ofd_is_locked, ofd_write_lock, without_size_signal};
@@ -135,10 +135,10 @@ impl Domain {
         while tries < CLAIM_TRIES {
             let locked = match self.try_lock(name) {
                 // Its death may be known before the lock is free.
-                Err(Error::NameTaken {
+                Err(Error::Name(NameFault::Taken {
                     holder: Holder { pid: Some(pid) },
                     ..
-                }) if dying.ran() < EXIT_TIMEOUT && is_dying_or_dead(pid) => {
+                })) if dying.ran() < EXIT_TIMEOUT && is_dying_or_dead(pid) => {
                     backoff.pause();
                     continue;
                 }
@@ -172,10 +172,10 @@ impl Domain {
             }
             return made.map(|()| lock);
         }
-        Err(Error::NameTaken {
+        Err(Error::Name(NameFault::Taken {
             name: name.to_string(),
             holder: Holder { pid: None },
-        })
+        }))
     }
 
     /// One try; `None` when the file was removed between opening and locking it.
@@ -194,10 +194,10 @@ impl Domain {
             if !lock.is_at(self, name) {
                 return Ok(None);
             }
-            return Err(Error::NameTaken {
+            return Err(Error::Name(NameFault::Taken {
                 name: name.to_string(),
                 holder: self.holder_by(lock.author(), name),
-            });
+            }));
         }
         let taken = || match lock.lock(CLEARING) {
             Ok(false) => None,
@@ -425,7 +425,7 @@ mod tests {
             .unwrap();
         assert!(matches!(
             domain.claim(&name, false),
-            Err(Error::NameTaken { .. })
+            Err(Error::Name(NameFault::Taken { .. }))
         ));
         // The socket alone is another program's.
         remove("a.sock");

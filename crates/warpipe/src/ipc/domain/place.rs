@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::author::Author;
 use super::{Domain, EndpointName};
-use crate::error::{Error, Holder, Result};
+use crate::error::{Error, Holder, NameFault, Result};
 use crate::fork::CloseOnForkFd;
 use crate::origin::{hash, is_dying_or_dead};
 use crate::os::{ofd_is_locked, ofd_read_lock, ofd_unlock};
@@ -86,9 +86,11 @@ impl Domain {
     /// # Errors
     /// There is an owner.
     pub(super) fn wait_for_owner_of(&self, name: &EndpointName, place: &NamePlace) -> Result<()> {
-        let taken = |holder| Error::NameTaken {
-            name: name.to_string(),
-            holder,
+        let taken = |holder| {
+            Error::Name(NameFault::Taken {
+                name: name.to_string(),
+                holder,
+            })
         };
         if !place.is_open_to_others() {
             return Err(taken(

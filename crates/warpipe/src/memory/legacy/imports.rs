@@ -104,7 +104,7 @@ impl LegacyMemory {
     ///
     /// # Errors
     /// [`Error::Timeout`] when a stream is not done in time; it is closed when it is.
-    /// [`Error::Forked`], [`Error::Driver`].
+    /// [`Error::State`], [`Error::Driver`].
     pub fn close<'w>(mut self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.import.get()?;
         // After an error the drop closes it.

@@ -206,7 +206,12 @@ fn memory_that_this_process_has_freed_is_stale_also_when_its_address_is_used_aga
 
 fn refused_kind(device: &Device, ptr: DevicePtr) -> PointerKind {
     match export(device, ptr, 8) {
-        Err(error @ Error::NotExportable { kind, .. }) => {
+        Err(
+            error @ Error::Handle {
+                fault: HandleFault::NotExportable { kind, .. },
+                ..
+            },
+        ) => {
             assert!(error.to_string().contains(&kind.to_string()), "{error}");
             assert!(error.hint().is_some(), "{error}");
             kind

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::last_writers::{LastWriter, LastWriters};
 use super::{PoolRefusal, PoolState};
-use crate::error::Error;
+use crate::error::{Error, LimitFault};
 use crate::memory::arena::{Chunk, Growth, SlotId, needed};
 use crate::memory::ticket::Incarnation;
 
@@ -100,7 +100,7 @@ impl OverQuota {
     }
 
     pub(in crate::pool) fn error(self, name: &str, bytes: u64) -> Error {
-        Error::QuotaExceeded {
+        Error::Limit(LimitFault::Quota {
             name: name.to_string(),
             uid: self.uid,
             bytes,
@@ -108,7 +108,7 @@ impl OverQuota {
             limit: self.limit,
             blocks: self.blocks,
             blocks_max: self.blocks_max,
-        }
+        })
     }
 }
 

@@ -128,7 +128,7 @@ impl Publisher {
     /// Drops the owners of those that are free.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::State`].
     pub fn in_place(&self) -> Result<usize> {
         Ok(self.core.get()?.drop_free_owners())
     }
@@ -136,7 +136,7 @@ impl Publisher {
     /// Keeps no history any more, and with it no tensor that no subscriber has.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::State`].
     #[doc(hidden)] // For the Python package.
     pub fn end_history(&self) -> Result<()> {
         self.core.get()?.end_history();

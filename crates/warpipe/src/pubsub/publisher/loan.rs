@@ -119,8 +119,8 @@ impl SampleMut {
     ///
     /// # Errors
     /// The error contains the loan, and no subscriber has got the sample: [`Error::Timeout`] or
-    /// [`Error::Full`] by the subscribers' [`Policy`](crate::Policy), [`Error::Argument`] for a
-    /// stream of another device than the publisher's, [`Error::Forked`]. When the driver itself
+    /// [`Error::Limit`] by the subscribers' [`Policy`](crate::Policy), [`Error::Argument`] for a
+    /// stream of another device than the publisher's, [`Error::State`]. When the driver itself
     /// fails ([`Error::Driver`]) the error contains no loan: subscribers see that the sample is
     /// lost. While another thread's send of the same publisher is held up by the driver (its
     /// stream's launch queue is full), `Timeout` after 10 s.

@@ -10,7 +10,7 @@ use super::{POLLS, PublisherCore};
 use crate::atomic;
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
-use crate::error::{Error, Result};
+use crate::error::{Error, LimitFault, Result};
 use crate::ipc::Kind;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard};
 use crate::wait::Wait;
@@ -54,11 +54,11 @@ impl PublisherCore {
             };
             let pid = full.end.peer.pid;
             let Policy::Block { timeout } = full.policy else {
-                return Err(Error::Full {
+                return Err(Error::Limit(LimitFault::Depth {
                     name: self.name.clone(),
                     subscriber: format!("process {pid}"),
                     depth: self.options.depth,
-                });
+                }));
             };
             let left = match wait {
                 Some(wait) => wait.time_left(),

@@ -7,7 +7,7 @@ use super::state::{ClosingRegion, HeldRegion, PublisherState};
 use super::{POLLS, PublisherCore};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
-use crate::error::{Error, Result};
+use crate::error::{Error, LimitFault, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::memory::arena::{Chunk, Growth, REGIONS_MAX, SlotId};
@@ -39,7 +39,7 @@ impl SlotReturn {
     ///
     /// # Errors
     /// [`Error::PeerGone`] when the publisher was dropped before: the answer is no longer
-    /// known. [`Error::Forked`].
+    /// known. [`Error::State`].
     pub fn is_back(&self) -> Result<bool> {
         self.owner_process.check()?;
         let pid = std::process::id() as i32;
@@ -118,12 +118,12 @@ impl PublisherCore {
                 Some(wait) => wait.time_left(),
             };
             if left.is_zero() || !can_fit {
-                return Err(Error::MemoryLimit {
+                return Err(Error::Limit(LimitFault::Memory {
                     name: self.name.clone(),
                     bytes,
                     used,
                     limit,
-                });
+                }));
             }
             self.pass(&mut backoff, left, seen);
             has_waited = true;

@@ -15,7 +15,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::memory::{RECLAIM_EVERY, SHORT_BYTES_MAX};
 use crate::backend::testing::{Counting, Holding, Wrapped};
 use crate::device::Device;
-use crate::error::Error;
+use crate::error::{Error, LimitFault, StateFault};
 use crate::fuzzing::packet;
 use crate::hostile::{alone, in_a_forked_child, send_raw};
 use crate::ipc::Kind;
@@ -269,7 +269,7 @@ fn a_child_forked_while_a_thread_has_the_publishers_lock_may_ask_its_loan_anythi
     in_a_forked_child(|| {
         let (hold, returned) = (loan.hold(), loan.returned());
         drop(hold);
-        matches!(returned.is_back(), Err(Error::Forked))
+        matches!(returned.is_back(), Err(Error::State(StateFault::Forked)))
     });
     drop(locked);
     assert!(!loan.returned().is_back().unwrap());
@@ -601,7 +601,10 @@ fn memory_that_nobody_holds_makes_room_for_a_longer_sample() {
         send(&publisher, &stream, bytes).unwrap();
     }
     let refused = send(&publisher, &stream, 64 * MIB + 1).unwrap_err();
-    assert!(matches!(refused, Error::MemoryLimit { .. }), "{refused}");
+    assert!(
+        matches!(refused, Error::Limit(LimitFault::Memory { .. })),
+        "{refused}"
+    );
 }
 
 #[test]
@@ -678,7 +681,10 @@ fn a_loan_that_cannot_be_served_leaves_the_memory_for_those_that_can() {
     // As a stopped subscriber does, these keep regions mapped that are given back.
     let holds: Vec<_> = [2, 4, 6].map(|it| loan(it).unwrap().hold()).into();
     let refused = loan(8).unwrap_err();
-    assert!(matches!(refused, Error::MemoryLimit { .. }), "{refused}");
+    assert!(
+        matches!(refused, Error::Limit(LimitFault::Memory { .. })),
+        "{refused}"
+    );
     drop(loan(6).expect("as before"));
     drop(holds);
     eventually("all are unmapped", || {

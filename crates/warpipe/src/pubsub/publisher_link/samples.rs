@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use super::PublisherLink;
 use crate::backend::StreamOp;
-use crate::error::{Error, Result};
+use crate::error::{Error, Loss, Result};
 use crate::ipc::message::{self, Message};
 use crate::memory::region::Kept;
 use crate::mutex::LockUnpoisoned;
@@ -143,11 +143,11 @@ impl PublisherLink {
     /// The error for a sample with data that will never be complete.
     #[cold]
     pub(in crate::pubsub) fn lost(&self, sequence: u64) -> Error {
-        Error::SampleLost {
+        Error::Lost(Loss::Sample {
             name: self.terms.name.clone(),
             sequence,
             pid: self.end.peer.pid,
-        }
+        })
     }
 
     /// The stream for copies to the host. It only ever copies complete data, so it never waits for

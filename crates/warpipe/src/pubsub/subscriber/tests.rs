@@ -8,6 +8,7 @@ use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use super::*;
 use crate::backend::testing::{Failing, Holding, Wrapped};
+use crate::error::Loss;
 use crate::hostile::alone;
 use crate::ipc::domain::watch::tests::MADE;
 use crate::ipc::message::wait_readable;
@@ -554,7 +555,7 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
     for (receipt, is_lost) in receipts.iter().zip(refused) {
         let verdict = receipt.wait(LONG);
         assert_eq!(
-            matches!(verdict, Err(Error::SampleLost { .. })),
+            matches!(verdict, Err(Error::Lost(Loss::Sample { .. }))),
             is_lost,
             "{verdict:?}"
         );
@@ -565,7 +566,7 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
     assert!(
         receipts
             .iter()
-            .all(|receipt| matches!(receipt.check(), Err(Error::SampleLost { .. })))
+            .all(|receipt| matches!(receipt.check(), Err(Error::Lost(Loss::Sample { .. }))))
     );
 }
 

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use super::{Dispatcher, State, StateGuard, WorkerSession};
 use crate::backoff::Backoff;
-use crate::error::{Error, Result};
+use crate::error::{Error, LimitFault, Result};
 use crate::pubsub::Receipt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::TICK;
@@ -237,11 +237,11 @@ impl Dispatcher {
         let has_room = |state: &State| state.table.is_shut() || state.table.has_room();
         let full = |state: &State| {
             is_full.set(true);
-            Error::QueueFull {
+            Error::Limit(LimitFault::Jobs {
                 name: name.clone(),
                 limit: state.table.rules.limit,
                 waited: wait.limit(),
-            }
+            })
         };
         loop {
             let submitting = self

@@ -9,7 +9,7 @@ use super::layout::{EventPage, PAGES_MAX};
 use super::{EventInner, EventState};
 use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, LimitFault, Result};
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Address, IpcServer, Kind};
@@ -100,9 +100,7 @@ impl EventExporter {
         let mut state = self.event_table.lock();
         while state.free.is_empty() && state.is_full() {
             if state.pages.len() == PAGES_MAX {
-                return Err(Error::EventLimit {
-                    limit: IPC_EVENTS_MAX,
-                });
+                return Err(Error::Limit(LimitFault::Events(IPC_EVENTS_MAX)));
             }
             drop(state);
             let page = EventPage::create(&self.device)?;

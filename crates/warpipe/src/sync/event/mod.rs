@@ -31,7 +31,7 @@ use self::layout::{EventWords, max_by_time};
 use crate::backend::RawEvent;
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::error::{Error, HandleFault, Result};
+use crate::error::{Error, HandleFault, Loss, Result, StateFault};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::AccessPolicy;
 use crate::ipc::domain::Domain;
@@ -164,7 +164,7 @@ impl Event {
     /// a name of their own. An event has no name: [`handle`](Self::handle) names it.
     ///
     /// # Errors
-    /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or an error of the
+    /// [`Error::Limit`] when the process has 4096; [`Error::File`], or an error of the
     /// device or the system.
     pub fn new(options: EventOptions) -> Result<Event> {
         let (domain, device) = (
@@ -193,7 +193,7 @@ impl Event {
     /// returns the exporter's handle without CUDA's own 64 bytes.
     ///
     /// # Errors
-    /// [`Error::Forked`]; [`Error::Argument`] for a domain with a path that is not text;
+    /// [`Error::State`]; [`Error::Argument`] for a domain with a path that is not text;
     /// [`Error::Driver`].
     pub fn handle(&self) -> Result<EventHandle> {
         let EventInner {
@@ -233,7 +233,7 @@ impl Event {
     /// # Errors
     /// [`Error::Handle`]; [`Error::NotFound`] when its exporter is gone, or
     /// [`Error::PeerGone`] when it ends meanwhile; [`Error::Timeout`] when it does not answer;
-    /// [`Error::Domain`], [`Error::Refused`], [`Error::Handshake`], [`Error::Protocol`],
+    /// [`Error::File`], [`Error::Refused`], [`Error::Handshake`], [`Error::Protocol`],
     /// [`Error::Handle`], or an error of the device or the system.
     pub fn open<'w>(
         handle: &EventHandle,
@@ -335,7 +335,7 @@ impl Event {
     ///
     /// # Errors
     /// [`Error::PeerGone`] when its exporter has died or dropped it; [`Error::Refused`] when seven
-    /// others record it; [`Error::Argument`] for a stream of another device; [`Error::Capturing`]
+    /// others record it; [`Error::Argument`] for a stream of another device; [`Error::State`]
     /// for a stream that is being captured; [`Error::Driver`]. [`Error::Timeout`] while another
     /// thread's recording is blocked, by the driver (its stream's launch queue is full) or by the
     /// exporter: nothing was recorded, unless a third process has the event open and its exporter
@@ -355,9 +355,9 @@ impl Event {
     /// at once. The stream's later work is valid only if [`check`](Self::check) returns true.
     ///
     /// # Errors
-    /// [`Error::EventNotRecorded`]; [`Error::EventLost`] when the recorder is gone and its work was
-    /// not done; [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for a
-    /// stream that is being captured; [`Error::Driver`].
+    /// [`Error::State`] when it was never recorded, or for a stream that is being captured;
+    /// [`Error::Lost`] when the recorder is gone and its work was not done; [`Error::Argument`] for
+    /// a stream of another device; [`Error::Driver`].
     pub fn wait(&self, stream: &Stream) -> Result<Recording> {
         stream.check_usable(&self.inner.device)?;
         let recording = self.latest()?;
@@ -381,7 +381,7 @@ impl Event {
     /// Whether the last recording is complete (`cuEventQuery`).
     ///
     /// # Errors
-    /// [`Error::EventNotRecorded`], [`Error::EventLost`].
+    /// [`Error::State`] when it was never recorded; [`Error::Lost`].
     pub fn query(&self) -> Result<bool> {
         self.check(self.latest()?)
     }
@@ -389,7 +389,7 @@ impl Event {
     /// Waits on the CPU until the last recording is complete (`cuEventSynchronize`).
     ///
     /// # Errors
-    /// [`Error::EventNotRecorded`], [`Error::EventLost`], [`Error::Timeout`].
+    /// [`Error::State`] when it was never recorded; [`Error::Lost`]; [`Error::Timeout`].
     pub fn synchronize<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         let (recording, wait) = (self.latest()?, wait.into());
         while !self.check(recording)? {
@@ -407,7 +407,7 @@ impl Event {
     /// Whether this recording is complete: true, or false if it may still complete.
     ///
     /// # Errors
-    /// [`Error::EventLost`]: it never will be. The stream's work behind its wait is not valid.
+    /// [`Error::Lost`]: it never will be. The stream's work behind its wait is not valid.
     pub fn check(&self, recording: Recording) -> Result<bool> {
         let inner = self.inner.get()?;
         // For the exporter, a recording that it has seen complete counts, whatever the recorder's
@@ -432,10 +432,10 @@ impl Event {
         match wait_status {
             WaitStatus::Reached => Ok(true),
             WaitStatus::Pending => Ok(false),
-            WaitStatus::Never => Err(Error::EventLost {
+            WaitStatus::Never => Err(Error::Lost(Loss::Event {
                 event: self.inner.label(),
                 pid: lane.pid(),
-            }),
+            })),
         }
     }
 
@@ -443,9 +443,7 @@ impl Event {
         self.inner
             .get()?
             .latest()
-            .ok_or_else(|| Error::EventNotRecorded {
-                event: self.inner.label(),
-            })
+            .ok_or_else(|| Error::State(StateFault::NotRecorded(self.inner.label())))
     }
 }
 
@@ -488,9 +486,9 @@ impl EventInner {
         match (self.state.lane.get(), &self.role) {
             (Some(lane), _) => Ok(lane),
             (None, EventRole::Importer(importer)) => importer.lane(&self.state, wait),
-            (None, EventRole::Exporter(_)) => Err(Error::EventNotRecorded {
-                event: self.label(),
-            }),
+            (None, EventRole::Exporter(_)) => {
+                Err(Error::State(StateFault::NotRecorded(self.label())))
+            }
         }
     }
 

@@ -8,6 +8,7 @@ use super::event_table::EventRequest;
 use super::layout::LANES_PER_EVENT;
 use super::*;
 use crate::backend::testing::{Holding, Wrapped};
+use crate::error::FileFault;
 use crate::wait::Wait;
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -79,12 +80,15 @@ fn an_event_that_was_never_recorded_is_an_error_and_not_complete() {
     let (event, stream) = (stage.create(), stage.device.stream().unwrap());
     assert!(matches!(
         event.wait(&stream),
-        Err(Error::EventNotRecorded { .. })
+        Err(Error::State(StateFault::NotRecorded(_)))
     ));
-    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
+    assert!(matches!(
+        event.query(),
+        Err(Error::State(StateFault::NotRecorded(_)))
+    ));
     assert!(matches!(
         event.synchronize(WAIT),
-        Err(Error::EventNotRecorded { .. })
+        Err(Error::State(StateFault::NotRecorded(_)))
     ));
 }
 
@@ -159,7 +163,10 @@ fn a_reused_slot_holds_an_event_that_was_never_recorded() {
         (event.inner.state.index, event.inner.state.serial),
         (index, 2)
     );
-    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
+    assert!(matches!(
+        event.query(),
+        Err(Error::State(StateFault::NotRecorded(_)))
+    ));
     let quick = stage.device.stream().unwrap();
     let recording = event.record(&quick, WAIT).unwrap();
     assert!(
@@ -193,7 +200,7 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     handle.body.generation[0] ^= 1;
     assert!(matches!(
         Event::open(&handle, &stage.device, Duration::ZERO),
-        Err(Error::Domain { .. })
+        Err(Error::File(FileFault::Domain { .. }))
     ));
     assert!(
         !handle.body.domain.exists(),
@@ -346,7 +353,10 @@ fn no_wait_lasts_for_ever_for_an_importer_that_lied_and_left() {
         .iter()
         .for_each(|stream| stream.synchronize(WAIT).unwrap());
     for user in [&event, &honest] {
-        assert!(matches!(user.check(lie), Err(Error::EventLost { .. })));
+        assert!(matches!(
+            user.check(lie),
+            Err(Error::Lost(Loss::Event { .. }))
+        ));
         assert!(user.check(last).unwrap());
     }
 }
@@ -359,7 +369,10 @@ fn a_slot_that_importers_have_used_holds_a_new_event_for_them() {
         let event = stage.create();
         let (opened, other) = (stage.opened(&event), stage.opened(&event));
         assert!(
-            matches!(opened.query(), Err(Error::EventNotRecorded { .. })),
+            matches!(
+                opened.query(),
+                Err(Error::State(StateFault::NotRecorded(_)))
+            ),
             "round {round}"
         );
         event.record(&stage.stream(), WAIT).unwrap();
@@ -442,7 +455,7 @@ fn a_recording_that_the_driver_blocks_delays_no_importer_and_times_another_threa
         assert!(
             matches!(
                 opened_by_others.opened(&early).query(),
-                Err(Error::EventNotRecorded { .. })
+                Err(Error::State(StateFault::NotRecorded(_)))
             ),
             "the server goes on"
         );
@@ -540,7 +553,10 @@ fn the_first_recording_of_an_opened_event_needs_no_wait_and_can_be_cancelled() {
         matches!(error, Error::Timeout { .. }) && looks.get() > 0,
         "{error}"
     );
-    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
+    assert!(matches!(
+        event.query(),
+        Err(Error::State(StateFault::NotRecorded(_)))
+    ));
     opened.record(&stage.stream(), Duration::ZERO).unwrap();
     event.synchronize(WAIT).unwrap();
 }

@@ -15,7 +15,7 @@ use crate::backend::StreamOp;
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::fork::CloseOnForkFd;
 use crate::fork::thread::Thread;
 use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, decode, encode};
@@ -352,7 +352,7 @@ impl LocalSemaphore {
                 }
                 Ok(is_here.then_some(Introduction { is_told, process }))
             }
-            None => Err(Error::Forked),
+            None => Err(Error::State(StateFault::Forked)),
         }
     }
 

@@ -39,7 +39,7 @@ use self::server::{SemaphoreServer, SemaphoreWelcome};
 use self::signals::MemberSignals;
 use crate::backoff::Backoff;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Kind, REPLY_TIMEOUT};
@@ -190,7 +190,7 @@ impl Semaphore {
     /// and a socket in the domain.
     ///
     /// # Errors
-    /// [`Error::Argument`] for the number, [`Error::Name`], [`Error::NameTaken`] and the others of
+    /// [`Error::Argument`] for the number, [`Error::Name`] and the others of
     /// a domain, [`Error::Driver`], [`Error::Os`].
     pub fn new(name: &str, options: SemaphoreOptions) -> Result<Semaphore> {
         let permits = options.permits;
@@ -226,8 +226,9 @@ impl Semaphore {
     /// Opens the semaphore of this name.
     ///
     /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Timeout`]; [`Error::Refused`], also when it is for another kind of device; [`Error::Protocol`] for a
-    /// creator that is broken; [`Error::Driver`], [`Error::Os`].
+    /// [`Error::NotFound`], [`Error::Name`], [`Error::Timeout`]; [`Error::Refused`], also when it
+    /// is for another kind of device; [`Error::Protocol`] for a creator that is broken;
+    /// [`Error::Driver`], [`Error::Os`].
     pub fn open<'w>(
         name: &str,
         options: OpenOptions,
@@ -269,7 +270,7 @@ impl Semaphore {
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`]; [`Error::Driver`], and the permit is free again.
-    /// [`Error::Forked`].
+    /// [`Error::State`].
     pub fn acquire<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Permit> {
         self.local.check_stream(stream)?;
         let wait = wait.into();
@@ -417,7 +418,7 @@ impl Permit {
     /// [`Error::Driver`]: the driver does not signal behind this stream. The next holder gets the
     /// permit when the stream's work so far is known to be done; if the driver does not report that
     /// either, when this process ends. [`Error::Argument`] for a stream of another device,
-    /// [`Error::Capturing`] for a stream that is being captured: the permit is released behind the
+    /// [`Error::State`] for a stream that is being captured: the permit is released behind the
     /// stream it was acquired on, as if it were dropped.
     pub fn release(mut self, stream: &Stream) -> Result<()> {
         self.local.check_stream(stream)?;
@@ -438,7 +439,7 @@ impl Permit {
 
     fn release_behind(&mut self, stream: &Stream) -> Result<()> {
         let (local, index) = (self.local.get()?.clone(), self.index);
-        if let Err(error @ Error::Capturing { .. }) = stream.check_not_capturing() {
+        if let Err(error @ Error::State(StateFault::Capturing(_))) = stream.check_not_capturing() {
             self.is_open = false;
             local.hand_on_deferred(index, stream);
             return Err(error);

@@ -12,6 +12,7 @@ use std::time::Instant;
 use super::*;
 use crate::OpenOptions;
 use crate::backend::testing::{Delaying, Wrapped};
+use crate::error::NameFault;
 use crate::fork::CloseOnForkFd;
 use crate::wait::OptionalExtension;
 use crate::wait::Wait;
@@ -314,7 +315,10 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
         },
     )
     .unwrap_err();
-    assert!(matches!(taken, Error::NameTaken { .. }), "{taken}");
+    assert!(
+        matches!(taken, Error::Name(NameFault::Taken { .. })),
+        "{taken}"
+    );
     drop(first);
 }
 

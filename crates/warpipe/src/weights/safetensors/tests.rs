@@ -231,7 +231,7 @@ fn more_tensors_or_metadata_than_the_limit_are_told_as_a_limit() {
         .map(|index| entry(&format!("{index:x}"), "U8", "[0]", 0, 0))
         .collect();
     assert_eq!(parse(&header(&entries[1..]), 0).unwrap().len(), TENSORS_MAX);
-    let limit = |what| WeightsFault::limit(what, TENSORS_MAX as u64);
+    let limit = |what| WeightsFileFault::limit(what, TENSORS_MAX as u64);
     assert_eq!(parse(&header(&entries), 0).unwrap_err(), limit("tensors"));
     let entries: Vec<String> = (0..=TENSORS_MAX)
         .map(|index| format!(r#""{index:x}":"""#))

@@ -9,7 +9,7 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::stamp::FileStamp;
 use super::{of_file, open_regular, unreadable};
-use crate::error::{Error, Result, WeightsFault};
+use crate::error::{Error, Result, WeightsFileFault};
 use crate::memory::slice::zeroed;
 use crate::weights::manifest::read_exact;
 use crate::weights::safetensors::TENSORS_MAX;
@@ -38,7 +38,7 @@ impl Index {
 
     pub(super) fn read(path: &Path) -> Result<Index> {
         let fault = |text: String| of_file(path, of_index(&text));
-        let limit = |what, limit| of_file(path, WeightsFault::limit(what, limit));
+        let limit = |what, limit| of_file(path, WeightsFileFault::limit(what, limit));
         let (fd, stamp) = open_regular(path)?;
         if stamp.bytes > INDEX_BYTES_MAX {
             return Err(limit("bytes of the index", INDEX_BYTES_MAX));
@@ -119,9 +119,9 @@ impl Index {
     }
 }
 
-fn of_index(text: &str) -> WeightsFault {
+fn of_index(text: &str) -> WeightsFileFault {
     let next = "download the folder again, or name its safetensors files one by one";
-    WeightsFault::new(format!("the index {text}"), next)
+    WeightsFileFault::new(format!("the index {text}"), next)
 }
 
 /// The path of a file in the index's folder or below it. An index may come from anywhere: it must

@@ -209,7 +209,7 @@ fn an_index_that_does_not_fit_its_files_is_refused_with_the_tensors_name() {
 fn a_limit_is_told_as_a_limit_and_not_as_damage() {
     let folder = Folder::new("limit");
     let is_limit = |found: Result<Source>| match found.unwrap_err() {
-        error @ Error::WeightsFile { .. } => {
+        error @ Error::Weights(WeightsFault::File { .. }) => {
             let hint = error.hint().unwrap_or_default();
             assert!(hint.contains("several names"), "{error}; {hint}");
             error.to_string()
@@ -295,7 +295,7 @@ fn a_file_that_is_cut_short_anywhere_or_longer_than_it_says_is_refused() {
         fs::write(&path, &whole[..bytes]).unwrap();
         let refused = Source::open([&path]).unwrap_err();
         assert!(
-            matches!(refused, Error::WeightsFile { .. }),
+            matches!(refused, Error::Weights(WeightsFault::File { .. })),
             "{bytes}: {refused}"
         );
     }
@@ -311,7 +311,7 @@ fn a_path_that_is_no_regular_file_is_refused_without_waiting() {
     for path in [fifo.as_path(), Path::new("/dev/zero")] {
         let refused = Source::open([path]).unwrap_err();
         assert!(
-            matches!(&refused, Error::WeightsFile { fault, .. } if fault.text.starts_with("it is neither")),
+            matches!(&refused, Error::Weights(WeightsFault::File { fault, .. }) if fault.text.starts_with("it is neither")),
             "{refused}"
         );
     }

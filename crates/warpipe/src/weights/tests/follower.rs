@@ -10,7 +10,7 @@ use super::{Stage, WAIT, byte_of};
 use crate::OpenOptions;
 use crate::backend::testing::{Failing, Hook, Wrapped};
 use crate::device::Device;
-use crate::error::Error;
+use crate::error::{Error, StateFault, WeightsFault};
 use crate::hostile::in_a_forked_child;
 use crate::memory::Memory;
 use crate::statistics::{Observer, RegionId, Role, file_of};
@@ -104,11 +104,11 @@ fn a_version_of_other_tensors_changes_nothing_and_a_later_one_that_fits_is_taken
     let other = Weights::from_bytes(&stage.device, other).unwrap();
     drop(other.publish(&stage.domain, "w", WAIT).unwrap());
     match update(&mut follower).unwrap_err() {
-        Error::WeightsMismatch {
+        Error::Weights(WeightsFault::Mismatch {
             version,
             difference,
             ..
-        } => {
+        }) => {
             assert_eq!(version, 2);
             assert_eq!(
                 (&*difference.missing, &*difference.unexpected),
@@ -139,7 +139,10 @@ fn a_version_whose_memory_is_divided_otherwise_changes_nothing() {
     let (_published, _told) = stage.publish_in_place(2);
     let failed = update(&mut follower).unwrap_err();
     assert!(
-        matches!(failed, Error::WeightsMismatch { version: 2, .. }),
+        matches!(
+            failed,
+            Error::Weights(WeightsFault::Mismatch { version: 2, .. })
+        ),
         "{failed}"
     );
     assert_eq!(byte_of(follower.weights()), 1);
@@ -291,7 +294,7 @@ fn a_forked_child_cannot_update_its_parents_weights() {
     drop(stage.publish(2));
     in_a_forked_child(|| {
         let failed = follower.update(&stream, Duration::ZERO);
-        matches!(failed, Err(Error::Forked))
+        matches!(failed, Err(Error::State(StateFault::Forked)))
     });
     assert_eq!(byte_of(follower.weights()), 1);
 }

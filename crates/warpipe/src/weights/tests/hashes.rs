@@ -8,7 +8,7 @@ use super::{Stage, WAIT, byte_of};
 use crate::OpenOptions;
 use crate::backend::testing::{Counting, Failing, Wrapped};
 use crate::device::Device;
-use crate::error::Error;
+use crate::error::{Error, StateFault, WeightsFault};
 use crate::hostile::in_a_forked_child;
 use crate::memory::Memory;
 use crate::tensor::{DType, Layout};
@@ -69,7 +69,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     );
     let told = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
-        matches!(&told, Error::WeightsUnverified { version: 2, tensors, .. } if tensors.is_empty()),
+        matches!(&told, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. }) if tensors.is_empty()),
         "{told}"
     );
     assert_eq!(keeper.version().unwrap(), Some(2), "it stays offered");
@@ -78,7 +78,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     assert_eq!(keeper.candidate().unwrap(), Some(2));
     let told = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
-        matches!(&told, Error::WeightsUnverified { version: 2, tensors, .. } if tensors.is_empty()),
+        matches!(&told, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. }) if tensors.is_empty()),
         "{told}"
     );
     assert_eq!(
@@ -139,7 +139,7 @@ fn a_forked_child_waits_for_no_hashes_of_its_parent_and_disturbs_nothing() {
         let told = published.wait_for_hashes(WAIT);
         let base = BaseVersion::from(&published);
         drop((base, weights, published));
-        matches!(told, Err(Error::Forked))
+        matches!(told, Err(Error::State(StateFault::Forked)))
     });
     let (_, published) = held.unwrap();
     assert!(published.wait_for_hashes(WAIT).unwrap());

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 
 use super::{Stage, WAIT, byte_of};
 use crate::device_types::DeviceKind;
-use crate::error::{DeviceFault, Error, PointerKind};
+use crate::error::{DeviceFault, Error, HandleFault, PointerKind};
 use crate::fork::CloseOnForkFd;
 use crate::hostile::in_a_forked_child;
 use crate::ipc::OutgoingReply;
@@ -356,7 +356,10 @@ fn memory_that_no_process_can_open_or_that_does_not_fit_is_refused_with_the_tens
     ];
     for (at, wanted) in kinds {
         match add(bytes(4), at) {
-            Err(Error::NotExportable { ptr, kind }) => assert_eq!((ptr, kind), (at, wanted)),
+            Err(Error::Handle {
+                fault: HandleFault::NotExportable { ptr, kind },
+                ..
+            }) => assert_eq!((ptr, kind), (at, wanted)),
             other => panic!("{other:?}"),
         }
     }
@@ -380,7 +383,13 @@ fn memory_that_no_process_can_open_or_that_does_not_fit_is_refused_with_the_tens
     }
     // A range that goes on behind its memory, where memory of another length may lie.
     let beyond = add(bytes(1 << 40), ptr + 4096).unwrap_err();
-    let is_refused = matches!(beyond, Error::NotExportable { .. } | Error::Argument { .. });
+    let is_refused = matches!(
+        beyond,
+        Error::Handle {
+            fault: HandleFault::NotExportable { .. },
+            ..
+        } | Error::Argument { .. }
+    );
     assert!(is_refused, "{beyond}");
     assert_eq!((tensors.len(), tensors.pieces()), (1, 1));
     // SAFETY: allocated above, used by nothing.

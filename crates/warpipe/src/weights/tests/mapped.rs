@@ -13,7 +13,7 @@ use super::{Stage, WAIT};
 use crate::OpenOptions;
 use crate::backend::testing::{Counting, Wrapped};
 use crate::device::Device;
-use crate::error::Error;
+use crate::error::{Error, WeightsFault};
 use crate::hostile::in_a_forked_child;
 use crate::ipc::OutgoingReply;
 use crate::memory::Memory;
@@ -582,7 +582,10 @@ fn a_follower_takes_parts_that_come_in_another_order_each_at_the_address_of_its_
     // Parts of other lengths have no places there.
     let _other = stage.publish_parts(50, &[0, 1, 2, 4]);
     let failed = follower.update(&stream, WAIT).unwrap_err();
-    assert!(matches!(failed, Error::WeightsMismatch { .. }), "{failed}");
+    assert!(
+        matches!(failed, Error::Weights(WeightsFault::Mismatch { .. })),
+        "{failed}"
+    );
     assert_eq!(tensors[3].memory().to_vec(WAIT).unwrap(), [43; 700]);
 }
 

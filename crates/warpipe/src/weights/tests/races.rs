@@ -11,7 +11,7 @@ use rustix::net::SocketFlags;
 
 use super::{SeqCst, Stage, WAIT, byte_of, in_a_forked_child};
 use crate::device_types::{DeviceId, DeviceKind};
-use crate::error::Error;
+use crate::error::{Error, StateFault};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{EndpointName, NameClaim};
 use crate::ipc::{
@@ -341,7 +341,7 @@ fn a_forked_child_cannot_use_its_parents_weights_and_removes_no_file_of_them() {
         drop(all.take());
         results
             .iter()
-            .all(|error| matches!(error, Some(Error::Forked)))
+            .all(|error| matches!(error, Some(Error::State(StateFault::Forked))))
     });
     assert_eq!(stage.holders(), 2);
     assert_eq!(

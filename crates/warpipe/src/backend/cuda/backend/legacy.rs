@@ -12,7 +12,7 @@ use crate::backend::pointer::{IpcEventCount, kind_outside};
 use crate::backend::{
     DeviceId, DeviceKind, IPC_EVENTS_MAX, Ipc, IpcBytes, PointerInfo, PointerKind, RawEvent,
 };
-use crate::error::{DeviceFault, Error, HandleFault, Result};
+use crate::error::{DeviceFault, Error, HandleFault, LimitFault, Result};
 use crate::fork::per_process::PerProcess;
 use crate::mutex::LockUnpoisoned;
 
@@ -53,9 +53,7 @@ impl Ipc for CudaBackend {
             events.count.remove();
             // Other code of this process may have some, too.
             match fault.is(&NO_EVENT_LEFT) {
-                true => Error::EventLimit {
-                    limit: IPC_EVENTS_MAX,
-                },
+                true => Error::Limit(LimitFault::Events(IPC_EVENTS_MAX)),
                 false => fault.into(),
             }
         })?;
@@ -138,10 +136,7 @@ impl Ipc for CudaBackend {
         let _current = self.enter()?;
         let exported = self.driver.cuIpcGetMemHandle(base).map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE]) {
-                return Error::NotExportable {
-                    ptr: base,
-                    kind: PointerKind::Unknown,
-                };
+                return Error::not_exportable(base, PointerKind::Unknown);
             }
             fault.into()
         });

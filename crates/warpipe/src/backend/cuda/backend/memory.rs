@@ -14,7 +14,7 @@ use super::super::sys::*;
 use super::super::waits;
 use super::CudaBackend;
 use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, Regions, out_of_reach, unreclaimed};
-use crate::error::{DeviceFault, Error, Result};
+use crate::error::{DeviceFault, Error, LimitFault, Result};
 use crate::mutex::LockUnpoisoned;
 use crate::os;
 
@@ -266,7 +266,7 @@ impl CudaBackend {
         Ok(fd)
     }
 
-    /// [`Error::DeviceMemory`] if the fault is of that kind, else the fault's general error.
+    /// [`Error::Limit`] if the fault is of that kind, else the fault's general error.
     pub(in crate::backend::cuda) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
         if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
             return fault.into();
@@ -275,11 +275,11 @@ impl CudaBackend {
             Ok((free, total)) => format!(" ({free} of {total} bytes are free)"),
             Err(_) => String::new(),
         };
-        Error::DeviceMemory {
+        Error::Limit(LimitFault::Device {
             device: self.info.name.clone(),
             bytes,
             detail,
-        }
+        })
     }
 
     /// If the owner device is visible here, the driver tells in advance whether its memory can be

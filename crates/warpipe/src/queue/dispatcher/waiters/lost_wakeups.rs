@@ -9,7 +9,7 @@ use super::super::super::tests::{QueueFixture, SOON};
 use super::super::super::worker_session::SessionEnd;
 use super::super::super::{Queue, QueueOptions, Worker, WorkerOptions};
 use super::*;
-use crate::error::JobEnd;
+use crate::error::{JobEnd, StateFault};
 use crate::ipc::message::wait_readable;
 use crate::pubsub::ReplyLink;
 use crate::runtime::heartbeat::Uptime;
@@ -319,7 +319,10 @@ fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
         drop(queue);
         for _ in &jobs {
             let end = waiting.recv().unwrap();
-            assert!(matches!(end, Err(Error::QueueClosed { .. })), "{end:?}");
+            assert!(
+                matches!(end, Err(Error::State(StateFault::QueueClosed(_)))),
+                "{end:?}"
+            );
         }
     });
 }
@@ -337,7 +340,10 @@ fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_
     let wait = Wait::at_most(LONG).unless(&cancelled);
     let refused = queue.submit_within(loan, &fixture.stream, wait);
     let refused = refused.unwrap_err();
-    assert!(matches!(refused.error, Error::QueueFull { .. }));
+    assert!(matches!(
+        refused.error,
+        Error::Limit(LimitFault::Jobs { .. })
+    ));
     assert_eq!(queue.state().unwrap().waiting, 0);
     let loan = *refused.loan.unwrap();
     let stream = &fixture.stream;
