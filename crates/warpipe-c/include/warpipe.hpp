@@ -1110,6 +1110,45 @@ public:
   }
 };
 
+// Shares memory that other code of this process has allocated.
+class AllocationServer
+    : public Object<warpipe_allocation_server, warpipe_allocation_server_close> {
+public:
+  AllocationServer(const std::string &name, const Device &device) {
+    check(warpipe_allocation_server_create(name.c_str(), nullptr, device.get(), place()));
+  }
+
+  // The number by which one other process opens it; `release` as for the C function.
+  std::uint64_t share(void *stream, std::uint64_t data, std::uint64_t bytes,
+                      void (*release)(void *) = nullptr, void *context = nullptr) const {
+    std::uint64_t number = 0;
+    check(warpipe_allocation_server_share(get(), stream, data, bytes, release, context, &number));
+    return number;
+  }
+  // False if a process has opened it.
+  bool withdraw(std::uint64_t number) const {
+    bool was_open = false;
+    check(warpipe_allocation_server_withdraw(get(), number, &was_open));
+    return !was_open;
+  }
+};
+
+// Opens what an allocation server of another process shares.
+class AllocationClient
+    : public Object<warpipe_allocation_client, warpipe_allocation_client_close> {
+public:
+  AllocationClient() = default;
+  explicit AllocationClient(const std::string &name, const OpenOptions &options = {}) {
+    check(warpipe_allocation_client_open(name.c_str(), &options, place()));
+  }
+
+  Memory open(std::uint64_t number, Duration timeout) const {
+    warpipe_memory *memory = nullptr;
+    check(warpipe_allocation_client_open_share(get(), number, nanoseconds(timeout), &memory));
+    return Memory(memory);
+  }
+};
+
 // A number that grows: streams of other processes wait until it has reached a value.
 class Timeline : public Object<warpipe_timeline, warpipe_timeline_close> {
 public:

@@ -11,6 +11,7 @@
 #![deny(missing_docs)]
 #![allow(non_camel_case_types, reason = "the names are those of C")]
 
+mod allocations;
 mod arguments;
 mod call;
 mod channel;
@@ -40,6 +41,7 @@ mod version;
 mod watch;
 mod worker;
 
+pub use allocations::*;
 pub use arguments::WARPIPE_USUAL_TIMEOUT;
 pub use channel::*;
 pub use device::*;
@@ -94,4 +96,6 @@ handle::handles! {
     27 warpipe_permit: Locked<OnDevice<warpipe::Permit>>;
     28 warpipe_member: Found<warpipe::Member>;
     29 warpipe_members: Found<warpipe::Members>;
+    30 warpipe_allocation_server: Found<OnDevice<warpipe::AllocationServer>>;
+    31 warpipe_allocation_client: Found<OnDevice<warpipe::AllocationClient>>;
 }

@@ -11,18 +11,14 @@ namespace warpipe_nixl {
 
 namespace {
 
-// Registered memory of this process, with what peers are told of it; or of a peer.
+// Registered memory of this process, or of a peer.
 struct Registration : nixlBackendMD {
-  explicit Registration(std::uint64_t number)
-      : nixlBackendMD(true), number(number), told(std::to_string(number)) {}
-  Registration(std::string handle, std::uint64_t address)
-      : nixlBackendMD(true), told(handle),
-        gpu(std::make_shared<GpuMemory>(std::move(handle), address)) {}
+  explicit Registration(std::uint64_t number, std::shared_ptr<GpuMemory> gpu = {})
+      : nixlBackendMD(true), number(number), gpu(std::move(gpu)) {}
 
-  // Of host memory: the number that its owner gave it.
-  std::uint64_t number = 0;
-  std::string told;
-  // Of a GPU's memory.
+  // The number that its owner gave it, which is what peers are told.
+  std::uint64_t number;
+  // Of a GPU's memory in a peer.
   std::shared_ptr<GpuMemory> gpu;
 };
 
@@ -77,10 +73,7 @@ nixl_status_t Engine::registerMem(const nixlBlobDesc &memory, const nixl_mem_t &
     if (kind == DRAM_SEG)
       out = new Registration(owner_->add(memory.addr, memory.len));
     else if (kind == VRAM_SEG)
-      out = new Registration(
-          warpipe::Memory::export_legacy(gpu(memory.devId)->device(),
-                                         reinterpret_cast<const void *>(memory.addr), memory.len),
-          memory.addr);
+      out = new Registration(owner_->add(gpu(memory.devId), memory.addr, memory.len));
     else
       return NIXL_ERR_NOT_SUPPORTED;
     return NIXL_SUCCESS;
@@ -90,7 +83,7 @@ nixl_status_t Engine::registerMem(const nixlBlobDesc &memory, const nixl_mem_t &
 nixl_status_t Engine::deregisterMem(nixlBackendMD *metadata) {
   return guarded("deregisterMem", [&] {
     const std::unique_ptr<Registration> registration(static_cast<Registration *>(metadata));
-    owner_->remove(registration->number); // 0, of a GPU's memory, is nobody's
+    owner_->remove(registration->number);
     return NIXL_SUCCESS;
   });
 }
@@ -104,7 +97,7 @@ nixl_status_t Engine::loadLocalMD(nixlBackendMD *input, nixlBackendMD *&output) 
 
 nixl_status_t Engine::getPublicData(const nixlBackendMD *metadata, std::string &data) const {
   return guarded("getPublicData", [&] {
-    data = static_cast<const Registration *>(metadata)->told;
+    data = std::to_string(static_cast<const Registration *>(metadata)->number);
     return NIXL_SUCCESS;
   });
 }
@@ -126,12 +119,12 @@ nixl_status_t Engine::loadRemoteConnInfo(const std::string &agent, const std::st
 }
 
 nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &input, const nixl_mem_t &kind,
-                                   const std::string &, nixlBackendMD *&output) {
+                                   const std::string &agent, nixlBackendMD *&output) {
   return guarded("loadRemoteMD", [&] {
-    if (kind == DRAM_SEG)
-      output = new Registration(std::stoull(input.metaInfo));
-    else
-      output = new Registration(input.metaInfo, input.addr);
+    const Segment whole{std::stoull(input.metaInfo), input.addr, input.len};
+    auto memory = kind == DRAM_SEG ? std::shared_ptr<GpuMemory>()
+                                   : std::make_shared<GpuMemory>(peer(agent), input.devId, whole);
+    output = new Registration(whole.registration, std::move(memory));
     return NIXL_SUCCESS;
   });
 }

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <thread>
 
+#include "names.hpp"
+
 namespace warpipe_nixl {
 
 namespace {
@@ -14,14 +16,20 @@ warpipe::Timeline done_timeline(const std::string &service, std::uint64_t ordina
                                 const warpipe::Device &device) {
   warpipe::TimelineOptions options;
   options.device = device.get();
-  return warpipe::Timeline::create(service + "/gpu" + std::to_string(ordinal), options);
+  return warpipe::Timeline::create(gpu_name(service, ordinal), options);
 }
 
 } // namespace
 
 Gpu::Gpu(const std::string &service, std::uint64_t ordinal)
     : device_("cuda:" + std::to_string(ordinal)), stream_(device_),
-      done_(done_timeline(service, ordinal, device_)) {}
+      done_(done_timeline(service, ordinal, device_)), memory_(memory_name(service, ordinal), device_) {}
+
+std::uint64_t Gpu::share(std::uint64_t address, std::uint64_t bytes) const {
+  return memory_.share(stream_, address, bytes);
+}
+
+void Gpu::withdraw(std::uint64_t share) const { memory_.withdraw(share); }
 
 void Gpu::begin(const std::vector<DeviceCopy> &copies, std::uint64_t &number) {
   const std::lock_guard lock(mutex_);
@@ -53,8 +61,7 @@ std::shared_ptr<warpipe::Memory> GpuMemory::mapped_on(const Gpu &gpu) {
   const std::lock_guard lock(mutex_);
   auto &mapping = mappings_[&gpu];
   if (!mapping)
-    mapping = std::make_shared<warpipe::Memory>(
-        warpipe::Memory::open_legacy(handle_, gpu.device()));
+    mapping = std::make_shared<warpipe::Memory>(peer_->open_share(ordinal_, whole_, gpu.device()));
   return mapping;
 }
 

@@ -28,6 +28,10 @@ public:
 
   const warpipe::Device &device() const { return device_; }
   void *stream() const { return stream_.get(); }
+  // The number of a share of this GPU's memory, for one peer; `withdraw` takes back one that the peer
+  // has not opened.
+  std::uint64_t share(std::uint64_t address, std::uint64_t bytes) const;
+  void withdraw(std::uint64_t share) const;
   // Enqueues the copies. `number`, to ask with, is also set if one of them fails: the earlier ones
   // are under way.
   void begin(const std::vector<DeviceCopy> &copies, std::uint64_t &number);
@@ -38,6 +42,7 @@ private:
   warpipe::Device device_;
   warpipe::Stream stream_;
   warpipe::Timeline done_;
+  warpipe::AllocationServer memory_;
   std::mutex mutex_;
   std::uint64_t last_ = 0;
 };
@@ -45,17 +50,19 @@ private:
 // Registered memory of a GPU in a peer. Any number of threads may use it.
 class GpuMemory {
 public:
-  GpuMemory(std::string handle, std::uint64_t address)
-      : handle_(std::move(handle)), address_(address) {}
+  GpuMemory(std::shared_ptr<Peer> peer, std::uint64_t ordinal, Segment whole)
+      : peer_(std::move(peer)), ordinal_(ordinal), whole_(whole) {}
 
-  // Mapped for the GPU, once.
+  // Mapped for the GPU, once. Throws if the peer has deregistered it.
   std::shared_ptr<warpipe::Memory> mapped_on(const Gpu &gpu);
   // The first byte's address in its owner.
-  std::uint64_t address() const { return address_; }
+  std::uint64_t address() const { return whole_.address; }
 
 private:
-  std::string handle_;
-  std::uint64_t address_;
+  std::shared_ptr<Peer> peer_;
+  // The GPU's in its owner.
+  std::uint64_t ordinal_;
+  Segment whole_;
   std::mutex mutex_;
   std::map<const Gpu *, std::shared_ptr<warpipe::Memory>> mappings_;
 };

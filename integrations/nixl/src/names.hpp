@@ -3,6 +3,7 @@
 #ifndef WARPIPE_NIXL_NAMES_HPP
 #define WARPIPE_NIXL_NAMES_HPP
 
+#include <cstdint>
 #include <cstdio>
 #include <random>
 #include <string>
@@ -23,6 +24,14 @@ inline std::string new_service() {
 }
 
 inline std::string life_name(const std::string &service) { return service + "/life"; }
+
+// Of the timeline of an engine's GPU, and of the server that shares its memory.
+inline std::string gpu_name(const std::string &service, std::uint64_t ordinal) {
+  return service + "/gpu" + std::to_string(ordinal);
+}
+inline std::string memory_name(const std::string &service, std::uint64_t ordinal) {
+  return gpu_name(service, ordinal) + "/memory";
+}
 
 } // namespace warpipe_nixl
 

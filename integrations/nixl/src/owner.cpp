@@ -1,5 +1,6 @@
 #include "owner.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <iostream>
 
@@ -16,6 +17,9 @@ constexpr std::chrono::milliseconds ROOM{100};
 // How long the data of a request that has come may take: its sender wrote it before it sent it.
 constexpr std::chrono::seconds COMPLETE{1};
 constexpr std::size_t NOTIFICATIONS_MAX = 1 << 20;
+// Of one registration of a GPU's memory.
+constexpr std::size_t PEERS_MAX = 4096;
+constexpr const char *NOT_REGISTERED = "not registered: load the agent's present metadata";
 
 warpipe::ServerOptions server_options(const Host &host) {
   warpipe::ServerOptions options;
@@ -50,9 +54,19 @@ std::uint64_t Owner::add(std::uint64_t address, std::uint64_t bytes) {
   return last_registration_;
 }
 
+std::uint64_t Owner::add(std::shared_ptr<Gpu> gpu, std::uint64_t address, std::uint64_t bytes) {
+  gpu->withdraw(gpu->share(address, bytes)); // throws for memory that peers cannot map
+  const std::lock_guard lock(ranges_mutex_);
+  gpu_ranges_[++last_registration_] = GpuRange{std::move(gpu), Range{address, bytes}, {}};
+  return last_registration_;
+}
+
 void Owner::remove(std::uint64_t registration) {
   const std::lock_guard lock(ranges_mutex_);
   ranges_.erase(registration);
+  if (const auto found = gpu_ranges_.extract(registration))
+    for (const auto &[peer, share] : found.mapped().shares)
+      found.mapped().gpu->withdraw(share);
 }
 
 bool Owner::notify(Notification notification) {
@@ -95,13 +109,15 @@ void Owner::answer(warpipe::Lease lease) {
   warpipe::Loan output;
   {
     const std::lock_guard lock(ranges_mutex_);
-    for (const Segment &segment : request->segments) {
-      if (!holds(segment)) {
-        lease.reject("not registered: load the agent's present metadata");
-        return;
-      }
-    }
-    output = copy(lease, *request);
+    const auto is_held = [this](const Segment &segment) { return holds(segment); };
+    if (request->op == Op::Share)
+      output = share(lease, *request);
+    else if (std::all_of(request->segments.begin(), request->segments.end(), is_held))
+      output = copy(lease, *request);
+    else
+      return lease.reject(NOT_REGISTERED);
+    if (request->op == Op::Share && !output)
+      return lease.reject(NOT_REGISTERED);
   }
   if (request->notification &&
       !notify({std::string(request->sender), std::string(*request->notification)})) {
@@ -132,6 +148,25 @@ warpipe::Loan Owner::copy(const warpipe::Lease &lease, const Request &request) {
     std::memcpy(to, reinterpret_cast<const void *>(segment.address), segment.bytes);
     to += segment.bytes;
   }
+  return output;
+}
+
+warpipe::Loan Owner::share(const warpipe::Lease &lease, const Request &request) {
+  if (request.segments.size() != 1)
+    return {};
+  const auto found = gpu_ranges_.find(request.segments[0].registration);
+  if (found == gpu_ranges_.end())
+    return {};
+  auto &[gpu, range, shares] = found->second;
+  const std::string peer(request.sender);
+  if (shares.size() == PEERS_MAX && !shares.contains(peer))
+    return {};
+  warpipe::Loan output =
+      lease.output(warpipe::Layout::contiguous(WARPIPE_UINT8, {sizeof(std::uint64_t)}));
+  if (const auto last = shares.extract(peer))
+    gpu->withdraw(last.mapped());
+  const std::uint64_t share = shares[peer] = gpu->share(range.address, range.bytes);
+  std::memcpy(output.data<char>(), &share, sizeof share);
   return output;
 }
 

@@ -14,16 +14,12 @@
 
 #include <unistd.h>
 
+#include "gpu.hpp"
+#include "host.hpp"
 #include "warpipe.hpp"
 #include "wire.hpp"
 
 namespace warpipe_nixl {
-
-// The host as a device, with a stream.
-struct Host {
-  warpipe::Device device{"host"};
-  warpipe::Stream stream{device};
-};
 
 using Notification = std::pair<std::string, std::string>; // sender, message
 
@@ -35,8 +31,10 @@ public:
   Owner(const Owner &) = delete;
   Owner &operator=(const Owner &) = delete;
 
-  // Peers may read and write the memory from now on, by the number that this returns.
+  // Peers may read and write the memory from now on, by the number that this returns: memory of the
+  // host by requests, that of a GPU by mapping it.
   std::uint64_t add(std::uint64_t address, std::uint64_t bytes);
+  std::uint64_t add(std::shared_ptr<Gpu> gpu, std::uint64_t address, std::uint64_t bytes);
   // No peer's request touches the memory once this has returned.
   void remove(std::uint64_t registration);
 
@@ -50,10 +48,20 @@ private:
     std::uint64_t bytes;
   };
 
+  struct GpuRange {
+    std::shared_ptr<Gpu> gpu;
+    Range range;
+    // Of each peer, by its agent's name, the last one: another one is asked for when that is open, or
+    // has been given up.
+    std::unordered_map<std::string, std::uint64_t> shares;
+  };
+
   void serve();
   void answer(warpipe::Lease lease);
   // The output of a read; empty for every other request.
   warpipe::Loan copy(const warpipe::Lease &lease, const Request &request);
+  // The share's number, as the output of a `Share`; empty if the memory is not registered.
+  warpipe::Loan share(const warpipe::Lease &lease, const Request &request);
   bool holds(const Segment &segment) const;
 
   Host host_;
@@ -61,6 +69,7 @@ private:
   // Held while a request is copied, so that a removal waits for it.
   std::mutex ranges_mutex_;
   std::unordered_map<std::uint64_t, Range> ranges_;
+  std::unordered_map<std::uint64_t, GpuRange> gpu_ranges_;
   std::uint64_t last_registration_ = 0;
   std::mutex notifications_mutex_;
   std::vector<Notification> notifications_;

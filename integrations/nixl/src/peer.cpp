@@ -14,6 +14,8 @@ namespace {
 constexpr std::chrono::hours DEADLINE{24 * 365};
 // How long the end of a peer waits for its notifications.
 constexpr std::chrono::seconds LAST_WORDS{1};
+// For the answer to a `Share`, behind other requests, and for the memory's contents.
+constexpr std::chrono::seconds SHARE{30};
 constexpr std::size_t NOTIFICATIONS_MAX = 65536;
 constexpr std::size_t NOTIFICATION_BYTES_MAX = 1 << 30;
 
@@ -36,7 +38,7 @@ warpipe::ClientOptions client_options(const Host &host) {
 } // namespace
 
 Peer::Peer(std::shared_ptr<Host> host, const std::string &service, std::string local_agent)
-    : host_(std::move(host)), local_agent_(std::move(local_agent)),
+    : host_(std::move(host)), service_(service), local_agent_(std::move(local_agent)),
       life_(open_life(service, *host_)), client_(service, client_options(*host_)) {}
 
 Peer::~Peer() {
@@ -87,6 +89,25 @@ warpipe::Pending Peer::send(Op op, const std::vector<Segment> &segments,
   if (data > 0)
     fill(to);
   return client_.request(std::move(loan), host_->stream, DEADLINE);
+}
+
+warpipe::Memory Peer::open_share(std::uint64_t ordinal, const Segment &whole,
+                                 const warpipe::Device &device) const {
+  const warpipe::Pending asked = send(Op::Share, {{whole.registration, whole.address, 0}}, {}, {});
+  warpipe::Sample reply = asked.wait(host_->stream, SHARE);
+  reply.finish(SHARE);
+  std::uint64_t share = 0;
+  if (reply.layout().bytes() != sizeof share)
+    throw std::runtime_error("a reply of another length: use one version of the plugin");
+  std::memcpy(&share, reply.data<char>(), sizeof share);
+  const std::lock_guard lock(clients_mutex_);
+  auto &client = clients_[{ordinal, device.get()}];
+  if (!client) {
+    warpipe::OpenOptions options;
+    options.device = device.get();
+    client = warpipe::AllocationClient(memory_name(service_, ordinal), options);
+  }
+  return client.open(share, SHARE);
 }
 
 void Peer::notify(const std::string &message) {

@@ -5,14 +5,16 @@
 
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
-#include "owner.hpp"
+#include "host.hpp"
 #include "warpipe.hpp"
 #include "wire.hpp"
 
@@ -36,17 +38,24 @@ public:
   warpipe::Pending send(Op op, const std::vector<Segment> &segments,
                         const std::optional<std::string> &notification,
                         const std::function<void(char *)> &fill) const;
+  // Maps registered memory of its GPU.
+  warpipe::Memory open_share(std::uint64_t ordinal, const Segment &whole,
+                             const warpipe::Device &device) const;
   // Sends a notification alone. Throws if too many wait for the peer.
   void notify(const std::string &message);
 
   void *stream() const { return host_->stream; }
 
 private:
-
   std::shared_ptr<Host> host_;
+  std::string service_;
   std::string local_agent_;
   warpipe::Timeline life_;
   warpipe::Client client_;
+  mutable std::mutex clients_mutex_;
+  // By the GPU in the peer, and the one here.
+  mutable std::map<std::pair<std::uint64_t, const warpipe_device *>, warpipe::AllocationClient>
+      clients_;
   std::mutex notifications_mutex_;
   // Kept until they are delivered.
   std::deque<warpipe::Pending> notifications_;

@@ -1,6 +1,7 @@
 // A request from one engine to another: a header in the request's metadata, then in its memory the
 // segments, the sender's name, the notification and, for a write, the data of all segments. The
-// reply to a read is the data of all segments; other replies are empty.
+// reply to a read is the data of all segments, that to a `Share` of one GPU's registration the number
+// of the share to open; other replies are empty.
 //
 // The peer writes these bytes. `Request::parse` copies the header, checks every length against the
 // memory that has come, and says nothing about the segments: only their owner can check those.
@@ -16,7 +17,7 @@
 
 namespace warpipe_nixl {
 
-enum class Op : std::uint32_t { Notify = 0, Read = 1, Write = 2 };
+enum class Op : std::uint32_t { Notify = 0, Read = 1, Write = 2, Share = 3 };
 
 // Bytes of a peer's registered memory.
 struct Segment {
@@ -37,7 +38,7 @@ inline std::uint64_t total(const std::vector<Segment> &segments) {
 }
 
 struct Header {
-  static constexpr std::uint32_t VERSION = 1;
+  static constexpr std::uint32_t VERSION = 2;
 
   std::uint32_t version = VERSION;
   Op op = Op::Notify;
@@ -67,7 +68,7 @@ struct Request {
     if (metadata_bytes != sizeof header)
       return {};
     std::memcpy(&header, metadata, sizeof header);
-    if (header.version != Header::VERSION || header.op > Op::Write ||
+    if (header.version != Header::VERSION || header.op > Op::Share ||
         header.segments > SEGMENTS_MAX || header.data_offset() > bytes)
       return {};
     Request request{header.op, std::vector<Segment>(header.segments), {}, {}, nullptr};

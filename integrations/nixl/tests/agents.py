@@ -8,20 +8,21 @@ import time
 
 import numpy
 from cuda import Cuda
-from nixl_cu12._api import nixl_agent, nixl_agent_config
+from package import nixl_agent, nixl_agent_config
 
 # Bytes: three parts of a transfer.
 MANY = 12 << 20
 
 
-def new_agent(name):
-    return nixl_agent(name, nixl_agent_config(backends=["WARPIPE"]))
+def new_agent(name, backend="WARPIPE"):
+    return nixl_agent(name, nixl_agent_config(backends=[backend]))
 
 
 class Memory:
     """Registered memory of an agent: bytes in pieces of equal length, of the host or of a GPU."""
 
-    def __init__(self, agent, count, pieces=1, value=0, gpu=None):
+    def __init__(self, agent, count, pieces=1, value=0, gpu=None, allocations=0):
+        """On a GPU of cudaMalloc, or in so many allocations of the virtual memory functions."""
         self.agent, self.count, self.pieces = agent, count, pieces
         self.kind, self.device = ("DRAM", 0) if gpu is None else ("VRAM", gpu)
         if gpu is None:
@@ -29,10 +30,12 @@ class Memory:
             self.address = self.array.ctypes.data
         else:
             self.cuda = Cuda(gpu)
-            self.address = self.cuda.allocate(count)
+            if allocations:
+                self.address = self.cuda.allocate_mapped(gpu, count, allocations)
+            else:
+                self.address = self.cuda.allocate(count)
         self.fill(value)
-        whole = [(self.address, count, self.device, "")]
-        self.registered = agent.register_memory(whole, self.kind)
+        self.register()
 
     def fill(self, value):
         self.write(numpy.full(self.count, value, dtype=numpy.uint8))
@@ -55,6 +58,10 @@ class Memory:
 
     def descriptors(self):
         return self.agent.get_xfer_descs(self.tuples(), self.kind)
+
+    def register(self):
+        whole = [(self.address, self.count, self.device, "")]
+        self.registered = self.agent.register_memory(whole, self.kind)
 
     def deregister(self):
         self.agent.deregister_memory(self.registered)
@@ -95,11 +102,12 @@ _STARTER.set_forkserver_preload(["agents"])
 class Process:
     """An agent of another process, with registered memory."""
 
-    def __init__(self, name, count=4096, pieces=1, value=0, gpu=None, alone=False):
+    def __init__(self, name, count=4096, pieces=1, value=0, gpu=None, alone=False, backend="WARPIPE", allocations=0):
         """`alone` in a PID namespace of its own; PermissionError if this user makes none."""
         self.name = name
         self._requests, theirs = _STARTER.Pipe()
-        arguments = (theirs, os.environ["WARPIPE_DOMAIN"], name, count, pieces, value, gpu, alone)
+        memory = (count, pieces, value, gpu, allocations)
+        arguments = (theirs, os.environ["WARPIPE_DOMAIN"], name, memory, alone, backend)
         self.process = _STARTER.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -148,7 +156,7 @@ def _enter_pid_namespace():
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _serve(requests, domain, name, count, pieces, value, gpu, alone):
+def _serve(requests, domain, name, memory, alone, backend):
     os.environ["WARPIPE_DOMAIN"] = domain
     if alone:
         try:
@@ -156,8 +164,8 @@ def _serve(requests, domain, name, count, pieces, value, gpu, alone):
         except PermissionError as error:
             requests.send(error)
             return
-    agent = new_agent(name)
-    memory = Memory(agent, count, pieces, value, gpu)
+    agent = new_agent(name, backend)
+    memory = Memory(agent, *memory)
     requests.send((memory.tuples(), agent.get_agent_metadata()))
     while True:
         what, *rest = requests.recv()
@@ -175,6 +183,11 @@ def _serve(requests, domain, name, count, pieces, value, gpu, alone):
         elif what == "write for ever":
             while transfer(agent, "WRITE", memory, *rest) == "DONE":
                 pass
+        elif what == "metadata":
+            answer = agent.get_agent_metadata()
+        elif what == "register anew":
+            memory.deregister()
+            memory.register()
         elif what == "deregister":
             memory.deregister()
         elif what == "close":

@@ -17,7 +17,7 @@ import tempfile
 import time
 
 from agents import Memory, Process, new_agent, notifications
-from nixl_cu12._bindings import nixlRemoteDisconnectError
+from package import nixlRemoteDisconnectError
 
 BYTES = 64 << 20
 

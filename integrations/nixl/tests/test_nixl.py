@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-pytest.importorskip("nixl_cu12", reason="declared skip: no nixl-cu12 (pip install nixl-cu12)")
+pytest.importorskip("package", exc_type=ImportError, reason="declared skip: no nixl-cu12 or nixl-cu13 (pip)")
 
 from agents import MANY, Memory, Process, finish, new_agent, notifications, transfer  # noqa: E402
-from nixl_cu12._bindings import nixlBackendError, nixlRemoteDisconnectError  # noqa: E402
+from package import nixlBackendError, nixlRemoteDisconnectError  # noqa: E402
 
 
 def test_a_write_and_a_read_of_another_process_bring_each_byte(agent):

@@ -62,7 +62,7 @@ void what_no_engine_sends_is_refused() {
   header.version = 2;
   expect(!parse(header, {segment}, 8), "another version");
   header = write_of(1);
-  header.op = static_cast<Op>(3);
+  header.op = static_cast<Op>(4);
   expect(!parse(header, {segment}, 8), "another operation");
   expect(!parse(write_of(2), {segment}, 8), "more segments than there are");
   expect(!parse(write_of(UINT32_MAX), {segment}, 8), "a number of segments that overflows");

@@ -1,0 +1,202 @@
+//! Memory that other code of this process has allocated, shared with other processes. **This module
+//! is marked for unsafe**: it shares memory whose owner the caller names.
+
+use std::ffi::{c_char, c_void};
+
+use warpipe::{AllocationClient, AllocationServer, AllocationServerOptions, Device};
+
+use crate::arguments::{out, text, timeout};
+use crate::call::{make, make_of, read};
+use crate::device::{make_with, streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::memory::{MemoryKind, MemoryObject, warpipe_memory};
+use crate::open::{open_options, warpipe_open_options};
+use crate::streams::OnDevice;
+
+/// Shares memory that other code of this process has allocated. Any number of threads may use it.
+pub struct warpipe_allocation_server(());
+
+/// Opens what an allocation server of another process shares. Any number of threads may use it.
+pub struct warpipe_allocation_client(());
+
+/// The owner of shared memory, which is told when the memory is its own again.
+struct Owner {
+    release: Option<unsafe extern "C" fn(*mut c_void)>,
+    context: *mut c_void,
+}
+
+// SAFETY: the caller of `warpipe_allocation_server_share` lets any thread call it.
+unsafe impl Send for Owner {}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        if let Some(release) = self.release {
+            // SAFETY: the function and its context are of one call, whose caller promised that
+            // they stay callable until here.
+            unsafe { release(self.context) }
+        }
+    }
+}
+
+/// Makes a server of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`) for
+/// memory of `device`. `domain` may be null: the environment's. `device` may be null: the first GPU,
+/// else the host.
+///
+/// `*server` is the caller's, to be closed by `warpipe_allocation_server_close`.
+///
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `name` is a text, `server` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_allocation_server_create(
+    name: *const c_char,
+    domain: *const warpipe_domain,
+    device: *const warpipe_device,
+    server: *mut *mut warpipe_allocation_server,
+) -> warpipe_status {
+    let create = || {
+        let streams = streams_of(device)?;
+        let options = AllocationServerOptions {
+            domain: domain_of(domain)?,
+            device: Some(streams.device().clone()),
+        };
+        // SAFETY: the caller's promise.
+        let object = AllocationServer::new(unsafe { text("name", name) }?, options)?;
+        Ok(OnDevice { object, streams })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("server", server, create) }
+}
+
+/// Shares `bytes` bytes at the device address `data`, complete behind the stream's work so far, for
+/// reading and writing. `*number` is to be sent to one other process, which opens it once
+/// (`warpipe_allocation_client_open_share`): for several, share it several times.
+///
+/// Memory of the virtual memory functions (`cuMemCreate`, `cuMemMap`), made to be exported by
+/// descriptors as PyTorch's expandable segments are, comes as such, of all allocations in the range;
+/// it stays valid when this process dies. Memory of `cudaMalloc` comes as a legacy handle.
+///
+/// `release` may be null. It is called once with `context`, on a thread of this library, when the
+/// receiver has released the memory and its device is past it, when the receiver is proven dead, when
+/// the share is withdrawn, or when the server is closed; and before the return of a call that fails.
+///
+/// `WARPIPE_INVALID_INPUT` for memory that cannot be exported, 0 bytes, a stream of another device,
+/// or beyond 16,384 shares with streams at work; `WARPIPE_INVALID_STATE` for a stream that is being
+/// captured; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// The memory stays allocated until `release` is called, or the server is closed; any thread may call
+/// `release`. `stream` is a stream of the server's device, `number` the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_allocation_server_share(
+    server: *const warpipe_allocation_server,
+    stream: *mut c_void,
+    data: u64,
+    bytes: u64,
+    release: Option<unsafe extern "C" fn(*mut c_void)>,
+    context: *mut c_void,
+    number: *mut u64,
+) -> warpipe_status {
+    let owner = Owner { release, context };
+    run(|| {
+        // SAFETY: the caller's promise.
+        let number = unsafe { out("number", number) }?;
+        let found = handle::find(server)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { found.streams.get(stream) }?;
+        // SAFETY: the caller's promise.
+        number.put(unsafe { found.object.share(&stream, data, bytes, Box::new(owner)) }?);
+        Ok(())
+    })
+}
+
+/// Takes back a share that no process has opened. `*was_open` becomes whether one has, or the share
+/// was over already: then nothing is done.
+///
+/// # Safety
+/// `was_open` is the address of a `bool`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_allocation_server_withdraw(
+    server: *const warpipe_allocation_server,
+    number: u64,
+    was_open: *mut bool,
+) -> warpipe_status {
+    let withdraw = |server: &mut Found<OnDevice<AllocationServer>>| Ok(!server.withdraw(number)?);
+    // SAFETY: the caller's promise.
+    unsafe { read(server, "was_open", was_open, withdraw) }
+}
+
+/// Closes a server: its name and its shares are released. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_allocation_server_close(
+    server: *mut warpipe_allocation_server,
+) -> warpipe_status {
+    run(|| handle::close(server))
+}
+
+/// Connects to the server of this name in another process, to open its shares. `options` may be
+/// null.
+///
+/// `*client` is the caller's, to be closed by `warpipe_allocation_client_close`.
+///
+/// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`, also for a device
+/// that cannot reach its memory; `WARPIPE_NAME_CONFLICT` when something else has the name;
+/// `WARPIPE_INVALID_INPUT`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, `client` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_allocation_client_open(
+    name: *const c_char,
+    options: *const warpipe_open_options,
+    client: *mut *mut warpipe_allocation_client,
+) -> warpipe_status {
+    let open = |options: &warpipe_open_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let name = unsafe { text("name", name) }?;
+        let wait = timeout(options.wait_ns);
+        let options = open_options(options, device)?;
+        Ok(AllocationClient::open(name, options, wait)?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with("client", client, options, open) }
+}
+
+/// Opens a share, which is this process's from then on, and waits up to `timeout_ns` nanoseconds
+/// until its contents are complete: one that is not opened in time can be opened again.
+///
+/// `*memory` is the caller's, to be closed by `warpipe_memory_close`: its owner is told then, or when
+/// this process has died.
+///
+/// `WARPIPE_NOT_FOUND` for a share that was opened already, or withdrawn; `WARPIPE_TIMEOUT`;
+/// `WARPIPE_PEER_GONE`; `WARPIPE_INVALID_INPUT` beyond 16,384 shares at once;
+/// `WARPIPE_LIMIT_REACHED`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `memory` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_allocation_client_open_share(
+    client: *const warpipe_allocation_client,
+    number: u64,
+    timeout_ns: u64,
+    memory: *mut *mut warpipe_memory,
+) -> warpipe_status {
+    let open = |client: &mut Found<OnDevice<AllocationClient>>| {
+        let share = client.open_share(number, timeout(timeout_ns))?;
+        Ok(MemoryObject::of(MemoryKind::Lent(share), &client.streams))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(client, "memory", memory, open) }
+}
+
+/// Closes a client. What it has opened stays valid until it is closed. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_allocation_client_close(
+    client: *mut warpipe_allocation_client,
+) -> warpipe_status {
+    run(|| handle::close(client))
+}
