@@ -225,6 +225,12 @@ typedef enum {
   WARPIPE_ORDER_COMPLETION = 1,
 } warpipe_result_order;
 
+// Opens what an allocation server of another process shares. Any number of threads may use it.
+typedef struct warpipe_allocation_client warpipe_allocation_client;
+
+// Shares memory that other code of this process has allocated. Any number of threads may use it.
+typedef struct warpipe_allocation_server warpipe_allocation_server;
+
 // Sends requests to the servers of a service. Any number of threads may use it.
 typedef struct warpipe_client warpipe_client;
 
@@ -310,6 +316,20 @@ typedef struct warpipe_watch warpipe_watch;
 
 // Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
 typedef struct warpipe_worker warpipe_worker;
+
+// Options of warpipe_timeline_open, warpipe_semaphore_open and warpipe_pool_client_open.
+// Begin with {.size = sizeof(warpipe_open_options)}; a field that is 0 has its default.
+typedef struct {
+  // sizeof(warpipe_open_options).
+  size_t size;
+  // The domain of its name; the environment's by default.
+  const warpipe_domain *domain;
+  // The device to use it on; the first GPU by default, else the host.
+  const warpipe_device *device;
+  // How long to wait for an endpoint of this name, in nanoseconds; by default not at all:
+  // WARPIPE_NOT_FOUND.
+  uint64_t wait_ns;
+} warpipe_open_options;
 
 // Options of a publisher. Begin with {.size = sizeof(warpipe_publisher_options)}; a field that
 // is 0 has its default.
@@ -685,20 +705,6 @@ typedef struct {
   uint64_t peers;
 } warpipe_pool_stats;
 
-// Options of warpipe_timeline_open, warpipe_semaphore_open and warpipe_pool_client_open.
-// Begin with {.size = sizeof(warpipe_open_options)}; a field that is 0 has its default.
-typedef struct {
-  // sizeof(warpipe_open_options).
-  size_t size;
-  // The domain of its name; the environment's by default.
-  const warpipe_domain *domain;
-  // The device to use it on; the first GPU by default, else the host.
-  const warpipe_device *device;
-  // How long to wait for an endpoint of this name, in nanoseconds; by default not at all:
-  // WARPIPE_NOT_FOUND.
-  uint64_t wait_ns;
-} warpipe_open_options;
-
 // Options of a queue. Begin with {.size = sizeof(warpipe_queue_options)}; a field that is 0 has
 // its default.
 typedef struct {
@@ -890,6 +896,91 @@ typedef struct {
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
+
+// Makes a server of name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /) for
+// memory of device. domain may be null: the environment's. device may be null: the first GPU,
+// else the host.
+//
+// *server is the caller's, to be closed by warpipe_allocation_server_close.
+//
+// WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
+// WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
+//
+// Requires: name is a text, server the address of a pointer.
+warpipe_status warpipe_allocation_server_create(const char *name,
+                                                const warpipe_domain *domain,
+                                                const warpipe_device *device,
+                                                warpipe_allocation_server **server);
+
+// Shares bytes bytes at the device address data, complete behind the stream's work so far, for
+// reading and writing. *number is to be sent to one other process, which opens it once
+// (warpipe_allocation_client_open_share): for several, share it several times.
+//
+// Memory of the virtual memory functions (cuMemCreate, cuMemMap), made to be exported by
+// descriptors as PyTorch's expandable segments are, comes as such, of all allocations in the range;
+// it stays valid when this process dies. Memory of cudaMalloc comes as a legacy handle.
+//
+// release may be null. It is called once with context, on a thread of this library, when the
+// receiver has released the memory and its device is past it, when the receiver is proven dead, when
+// the share is withdrawn, or when the server is closed; and before the return of a call that fails.
+//
+// WARPIPE_INVALID_INPUT for memory that cannot be exported, 0 bytes, a stream of another device,
+// or beyond 16,384 shares with streams at work; WARPIPE_INVALID_STATE for a stream that is being
+// captured; WARPIPE_DEVICE_FAILED.
+//
+// Requires: The memory stays allocated until release is called, or the server is closed; any thread may call
+// release. stream is a stream of the server's device, number the address of a number.
+warpipe_status warpipe_allocation_server_share(const warpipe_allocation_server *server,
+                                               void *stream,
+                                               uint64_t data,
+                                               uint64_t bytes,
+                                               void (*release)(void*),
+                                               void *context,
+                                               uint64_t *number);
+
+// Takes back a share that no process has opened. *was_open becomes whether one has, or the share
+// was over already: then nothing is done.
+//
+// Requires: was_open is the address of a bool.
+warpipe_status warpipe_allocation_server_withdraw(const warpipe_allocation_server *server,
+                                                  uint64_t number,
+                                                  bool *was_open);
+
+// Closes a server: its name and its shares are released. Null is ignored.
+warpipe_status warpipe_allocation_server_close(warpipe_allocation_server *server);
+
+// Connects to the server of this name in another process, to open its shares. options may be
+// null.
+//
+// *client is the caller's, to be closed by warpipe_allocation_client_close.
+//
+// WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_REFUSED, also for a device
+// that cannot reach its memory; WARPIPE_NAME_CONFLICT when something else has the name;
+// WARPIPE_INVALID_INPUT.
+//
+// Requires: name is a text, options null or the address of options, client that of a pointer.
+warpipe_status warpipe_allocation_client_open(const char *name,
+                                              const warpipe_open_options *options,
+                                              warpipe_allocation_client **client);
+
+// Opens a share, which is this process's from then on, and waits up to timeout_ns nanoseconds
+// until its contents are complete: one that is not opened in time can be opened again.
+//
+// *memory is the caller's, to be closed by warpipe_memory_close: its owner is told then, or when
+// this process has died.
+//
+// WARPIPE_NOT_FOUND for a share that was opened already, or withdrawn; WARPIPE_TIMEOUT;
+// WARPIPE_PEER_GONE; WARPIPE_INVALID_INPUT beyond 16,384 shares at once;
+// WARPIPE_LIMIT_REACHED; WARPIPE_DEVICE_FAILED.
+//
+// Requires: memory is the address of a pointer.
+warpipe_status warpipe_allocation_client_open_share(const warpipe_allocation_client *client,
+                                                    uint64_t number,
+                                                    uint64_t timeout_ns,
+                                                    warpipe_memory **memory);
+
+// Closes a client. What it has opened stays valid until it is closed. Null is ignored.
+warpipe_status warpipe_allocation_client_close(warpipe_allocation_client *client);
 
 // Makes a publisher of name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /), and
 // begins to listen. options may be null.

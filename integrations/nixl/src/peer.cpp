@@ -95,11 +95,9 @@ warpipe::Memory Peer::open_share(std::uint64_t ordinal, const Segment &whole,
                                  const warpipe::Device &device) const {
   const warpipe::Pending asked = send(Op::Share, {{whole.registration, whole.address, 0}}, {}, {});
   warpipe::Sample reply = asked.wait(host_->stream, SHARE);
-  reply.finish(SHARE);
-  std::uint64_t share = 0;
-  if (reply.layout().bytes() != sizeof share)
+  const auto shares = reply.to_vector<std::uint64_t>(SHARE);
+  if (shares.size() != 1)
     throw std::runtime_error("a reply of another length: use one version of the plugin");
-  std::memcpy(&share, reply.data<char>(), sizeof share);
   const std::lock_guard lock(clients_mutex_);
   auto &client = clients_[{ordinal, device.get()}];
   if (!client) {
@@ -107,7 +105,7 @@ warpipe::Memory Peer::open_share(std::uint64_t ordinal, const Segment &whole,
     options.device = device.get();
     client = warpipe::AllocationClient(memory_name(service_, ordinal), options);
   }
-  return client.open(share, SHARE);
+  return client.open(shares[0], SHARE);
 }
 
 void Peer::notify(const std::string &message) {

@@ -89,6 +89,8 @@ def main():
             one = seconds()
             if turn >= FIRST_ROUNDS:
                 took[way].append(one)
+    for side in sides:
+        side.target.end()
     medians = {way: statistics.median(seconds) for way, seconds in took.items()}
     report = {
         "gpus": options.gpus,

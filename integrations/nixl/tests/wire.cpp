@@ -59,7 +59,7 @@ void what_no_engine_sends_is_refused() {
   const Segment segment{1, 0x1000, 8};
   expect(!parse(write_of(1), {segment}, 8, sizeof(Header) - 1), "a shorter header");
   Header header = write_of(1);
-  header.version = 2;
+  header.version = Header::VERSION + 1;
   expect(!parse(header, {segment}, 8), "another version");
   header = write_of(1);
   header.op = static_cast<Op>(4);
