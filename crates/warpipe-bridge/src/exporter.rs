@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use warpipe::{
-    DeviceKind, Error as Local, ErrorKind, Loss, Sample, Stream, Subscriber, SubscriberOptions,
+    DeviceKind, Error as Local, ErrorKind, Layout, Loss, Part, Sample, Stream, Subscriber,
+    SubscriberOptions,
 };
 
 use crate::error::{Error, Result};
 use crate::lane::{Content, LaneCounts, LaneSender, Outgoing, SLICE};
-use crate::message::{BATCH_MAX, End, Id, Message, Purpose, Tag, Tensor};
+use crate::message::{BATCH_MAX, BATCH_METADATA_BYTES_MAX, End, Id, Message, Purpose, Tag, Tensor};
 use crate::options::{Options, Policy};
 
 /// The largest sample that goes with others in one part: a larger one is worth a message.
@@ -62,13 +63,13 @@ impl Held {
     fn pop_batch(&mut self, part_bytes: usize) -> Vec<Sample> {
         let mut batch = Vec::from_iter(self.pop());
         let mut bytes = match batch.first() {
-            Some(first) if first.layout().bytes() <= SMALL => first.layout().bytes(),
+            Some(first) if is_small(first) => first.layout().bytes(),
             _ => return batch,
         };
         while let Some(next) = self.samples.front() {
             bytes += next.layout().bytes();
-            let is_small = next.layout().bytes() <= SMALL && bytes <= part_bytes as u64;
-            if !is_small || batch.len() == BATCH_MAX || !matches!(next.is_complete(), Ok(true)) {
+            let fits = is_small(next) && bytes <= part_bytes as u64;
+            if !fits || batch.len() == BATCH_MAX || !matches!(next.is_complete(), Ok(true)) {
                 break;
             }
             batch.extend(self.pop());
@@ -310,7 +311,7 @@ impl Export {
                 Err(error) => return Err(error.into()),
             }
         }
-        if sample.layout().bytes() > self.options.tensor_bytes_max {
+        if layout_of(sample)?.bytes() > self.options.tensor_bytes_max {
             LaneCounts::add(&self.sender.counts.dropped, 1);
             return Ok(Some(false));
         }
@@ -371,13 +372,15 @@ impl Export {
             sequence: last.max(before),
         };
         drop(sent);
-        let mut tensors = describe(&samples);
+        let mut tensors = describe(&samples)?;
         let is_host = self.options.device.info().id.kind == DeviceKind::Host;
-        let content = |sample| match is_host {
-            true => host_content(sample),
-            false => device_content(sample, stream),
+        let content = |sample: Sample| match is_host {
+            _ if sample.is_in_place() && !sample.parts().is_empty() => gathered(&sample),
+            true => Ok(host_content(sample)),
+            false => Ok(device_content(sample, stream)),
         };
-        let mut contents: Vec<Content<'a>> = samples.into_iter().map(content).collect();
+        let mut contents: Vec<Content<'a>> =
+            samples.into_iter().map(content).collect::<Result<_>>()?;
         if contents.len() > 1 {
             return outgoing.batch(tensors, contents);
         }
@@ -390,18 +393,46 @@ impl Export {
     }
 }
 
+/// Whether a sample goes with others in one part.
+fn is_small(sample: &Sample) -> bool {
+    sample.layout().bytes() <= SMALL
+        && sample.metadata().len() <= BATCH_METADATA_BYTES_MAX
+        && sample.parts().is_empty()
+}
+
+/// The layout of the bytes that go over the link: of several tensors as they lie in a slot.
+fn layout_of(sample: &Sample) -> warpipe::Result<Layout> {
+    if sample.parts().is_empty() {
+        return Ok(*sample.layout());
+    }
+    let (_, bytes) = warpipe::lay_out_parts(sample.parts().iter().map(Part::layout))?;
+    Layout::bytes_only(bytes)
+}
+
+/// The bytes of several complete tensors, of which some do not lie in their slot.
+fn gathered(sample: &Sample) -> Result<Content<'static>> {
+    let layouts = sample.parts().iter().map(Part::layout);
+    let (offsets, bytes) = warpipe::lay_out_parts(layouts)?;
+    let mut slot = vec![0; bytes as usize];
+    for (part, offset) in sample.parts().iter().zip(offsets) {
+        let bytes = sample.part_to_vec(part.name(), Duration::ZERO)?;
+        slot[offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+    }
+    Ok(Content::Host(slot.into()))
+}
+
 /// The descriptions of samples that go in one part.
-fn describe(samples: &[Sample]) -> Vec<Tensor> {
+fn describe(samples: &[Sample]) -> Result<Vec<Tensor>> {
     let mut before = None;
     let describe = |sample: &Sample| {
-        let (layout, metadata) = (*sample.layout(), sample.metadata());
+        let (layout, metadata) = (layout_of(sample)?, sample.metadata());
         let tag = Tag::Sample {
             sequence: sample.sequence(),
         };
-        match before.replace(layout) {
+        Ok(match before.replace(layout) {
             Some(before) if before == layout => Tensor::of_same_layout(tag, metadata),
-            _ => Tensor::new(tag, &layout, metadata),
-        }
+            _ => Tensor::new(tag, &layout, metadata).with_several(sample.parts()),
+        })
     };
     samples.iter().map(describe).collect()
 }

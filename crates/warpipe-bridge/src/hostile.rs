@@ -570,10 +570,10 @@ fn a_session_that_subscribes_to_everything_learns_of_no_other_peer_and_gets_none
             let all = all.callback(move |it| drop(sender.send(it.key_expr().to_string())));
             all.wait().unwrap()
         };
-        let _all = ["**", "warpipe/**", "warpipe/1/inbox/*"].map(watch);
+        let _all = ["**", "warpipe/**", "warpipe/2/inbox/*"].map(watch);
         let me = session::id(&spy);
         let (answers, answered) = channel();
-        let own = spy.declare_subscriber(format!("warpipe/1/inbox/@{}", hex(&me)));
+        let own = spy.declare_subscriber(format!("warpipe/2/inbox/@{}", hex(&me)));
         let own = own.callback(move |it| {
             let message = it.attachment().unwrap().to_bytes();
             let _ = answers.send(Message::decode(&message).unwrap());
@@ -583,7 +583,7 @@ fn a_session_that_subscribes_to_everything_learns_of_no_other_peer_and_gets_none
         let (tokens, present_keys) = channel();
         let present = present.callback(move |it| drop(tokens.send(it.key_expr().to_string())));
         let _present = present.wait().unwrap();
-        let token = format!("warpipe/1/bridge/{}", hex(&me));
+        let token = format!("warpipe/2/bridge/{}", hex(&me));
         let _token = spy.liveliness().declare_token(token).wait().unwrap();
         let (bridge, _) = answered.recv_timeout(LONG).unwrap();
         // An answer comes behind all that went to others before.
@@ -593,7 +593,7 @@ fn a_session_that_subscribes_to_everything_learns_of_no_other_peer_and_gets_none
                 lane,
                 purpose: Purpose::Jobs { name },
             };
-            let inbox = format!("warpipe/1/inbox/@{}", hex(&bridge));
+            let inbox = format!("warpipe/2/inbox/@{}", hex(&bridge));
             let put = spy.put(inbox, b"").attachment(begin.encode(&me));
             put.wait().unwrap();
             loop {
@@ -655,7 +655,7 @@ fn a_session_that_declares_hundreds_of_runs_takes_one_place() {
     let hostile = world.peer(1);
     let runs: Vec<Id> = (0..400).map(|_| random_id()).collect();
     let declare = |run: &Id| {
-        let key = format!("warpipe/1/bridge/{}", hex(run));
+        let key = format!("warpipe/2/bridge/{}", hex(run));
         let liveliness = hostile.presence.session.liveliness();
         liveliness.declare_token(key).wait().unwrap()
     };

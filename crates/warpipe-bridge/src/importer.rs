@@ -338,9 +338,22 @@ impl Published {
             LaneCounts::add(&lane.counts.repeated, 1);
             None
         } else {
-            match self.loan(lane, &layout)? {
-                Some(slot) => Some(slot),
-                None => return Ok(Err(Ending::Cut)),
+            let several = match tensor.several() {
+                Ok(several) => several,
+                Err(reason) => return Ok(Err(Ending::Fault(reason))),
+            };
+            match self.loan(lane, &layout, &several) {
+                Ok(Some(slot)) if *slot.layout() == layout => Some(slot),
+                Ok(Some(_)) => {
+                    let reason = format!("several tensors do not fill {bytes} bytes");
+                    return Ok(Err(Ending::Fault(reason)));
+                }
+                Ok(None) => return Ok(Err(Ending::Cut)),
+                Err(Local::Argument { found, allowed, .. }) if !several.is_empty() => {
+                    let reason = format!("several tensors: {found}; allowed: {allowed}");
+                    return Ok(Err(Ending::Fault(reason)));
+                }
+                Err(error) => return Err(error.into()),
             }
         };
         self.turn = (self.turn + 1) % self.streams.len();
@@ -371,9 +384,18 @@ impl Published {
 
     /// Waits for a slot: what the subscribers here hold is what holds up the lane. `None` when the
     /// lane was cut.
-    fn loan(&self, lane: &LaneReceiver, layout: &Layout) -> Result<Option<SampleMut>> {
+    fn loan(
+        &self,
+        lane: &LaneReceiver,
+        layout: &Layout,
+        several: &[(&str, Layout)],
+    ) -> warpipe::Result<Option<SampleMut>> {
         while !lane.is_cut() {
-            match self.publisher.loan(layout) {
+            let loan = match several {
+                [] => self.publisher.loan(layout),
+                several => self.publisher.loan_parts(several),
+            };
+            match loan {
                 Ok(loan) => {
                     lane.wants_memory(None);
                     return Ok(Some(loan));
@@ -382,7 +404,7 @@ impl Published {
                     lane.wants_memory(Some(bytes));
                 }
                 Err(Local::Timeout { .. }) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(error),
             }
         }
         Ok(None)
@@ -397,7 +419,9 @@ impl Published {
             return Ok(None);
         };
         let sequence = *sequence;
-        loan.set_metadata(&whole.metadata)?;
+        if let Err(error) = loan.set_metadata(&whole.metadata) {
+            return Ok(Some(Ending::Fault(error.to_string())));
+        }
         if self.last > 0 {
             LaneCounts::add(&lane.counts.missing, sequence - self.last - 1);
         }

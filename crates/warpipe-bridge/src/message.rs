@@ -3,15 +3,15 @@
 //! received message is copied once into these types and checked, and only the copy is used.
 
 use serde::{Deserialize, Serialize};
-use warpipe::{DType, Layout, NAME_BYTES_MAX, RANK_MAX};
+use warpipe::{DType, Layout, NAME_BYTES_MAX, PART_NAME_BYTES_MAX, PARTS_MAX, RANK_MAX};
 
 use crate::status::STATUS_PREFIX;
 
 /// The version of keys and messages. Bridges of different versions do not see each other.
-pub(crate) const VERSION: u8 = 1;
-/// The most bytes of an attachment: more than a part with the most samples and metadata, the longest
-/// message.
-pub(crate) const MESSAGE_BYTES_MAX: usize = 40 << 10;
+pub(crate) const VERSION: u8 = 2;
+/// The most bytes of an attachment: more than a part with the most samples, or with a sample of
+/// several tensors, the longest messages.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// The most bytes of a tensor in one part.
 pub(crate) const PART_BYTES_MAX: usize = 4 << 20;
 /// The most tensors in one part. Their descriptions fit into an attachment.
@@ -21,7 +21,9 @@ pub(crate) const TEXT_BYTES_MAX: usize = 512;
 /// The most patterns in a `Hello`.
 pub(crate) const PATTERNS_MAX: usize = 16;
 /// The most bytes of a sample's metadata.
-const METADATA_BYTES_MAX: usize = 256;
+const METADATA_BYTES_MAX: usize = 4096;
+/// The most of a sample that goes with others in one part.
+pub(crate) const BATCH_METADATA_BYTES_MAX: usize = 256;
 /// The most bytes of the name of a machine.
 const NODE_BYTES_MAX: usize = 64;
 
@@ -115,6 +117,8 @@ pub(crate) struct Tensor {
     /// `None`: that of the tensor before it in the same part.
     shape: Option<Shape>,
     pub(crate) metadata: Vec<u8>,
+    /// The names and layouts of the tensors in its bytes, if it is several.
+    several: Vec<(String, Shape)>,
 }
 
 /// A layout, as its sender states it.
@@ -189,7 +193,21 @@ impl Tensor {
             tag,
             shape: Some(Shape::new(layout)),
             metadata: metadata.to_vec(),
+            several: Vec::new(),
         }
+    }
+
+    /// Says that its bytes are these tensors'.
+    pub(crate) fn with_several(mut self, parts: &[warpipe::Part]) -> Tensor {
+        let described = |part: &warpipe::Part| (part.name().to_owned(), Shape::new(part.layout()));
+        self.several = parts.iter().map(described).collect();
+        self
+    }
+
+    /// The tensors in its bytes, their layouts checked.
+    pub(crate) fn several(&self) -> Result<Vec<(&str, Layout)>, String> {
+        let several = self.several.iter();
+        several.map(|it| Ok((&*it.0, it.1.layout()?))).collect()
     }
 
     /// One with the layout of the tensor before it in the same part.
@@ -198,6 +216,7 @@ impl Tensor {
             tag,
             shape: None,
             metadata: metadata.to_vec(),
+            several: Vec::new(),
         }
     }
 
@@ -213,6 +232,11 @@ impl Tensor {
         let is_bounded = |it: &Shape| it.shape.len() <= RANK_MAX && it.strides.len() <= RANK_MAX;
         self.metadata.len() <= METADATA_BYTES_MAX
             && self.shape.iter().all(is_bounded)
+            && self.several.len() <= PARTS_MAX
+            && self
+                .several
+                .iter()
+                .all(|(name, shape)| name.len() <= PART_NAME_BYTES_MAX && is_bounded(shape))
             && match &self.tag {
                 Tag::Failed { reason, .. } => reason.len() <= TEXT_BYTES_MAX,
                 Tag::Sample { .. } | Tag::Job { .. } | Tag::Result { .. } => true,
@@ -322,7 +346,15 @@ mod tests {
         };
         let layout = Layout::contiguous(DType::F8_E4M3B11FNUZ, &[1 << 7; RANK_MAX]).unwrap();
         let sample = Tag::Sample { sequence: 1 << 62 };
-        let long = Tensor::new(sample, &layout, &[b'm'; METADATA_BYTES_MAX]);
+        let long = Tensor::new(sample.clone(), &layout, &[b'm'; BATCH_METADATA_BYTES_MAX]);
+        let several = Tensor {
+            several: vec![("n".repeat(20), Shape::new(&layout)); PARTS_MAX],
+            ..Tensor::new(sample, &layout, &[b'm'; METADATA_BYTES_MAX])
+        };
+        let one_of_several = Part {
+            tensor: Some(several),
+            ..part.clone()
+        };
         let several = Part {
             number: u64::MAX,
             more: vec![long; BATCH_MAX - 1],
@@ -343,6 +375,7 @@ mod tests {
         vec![
             Message::Part(part),
             Message::Part(several),
+            Message::Part(one_of_several),
             Message::Part(same),
             Message::Hello(hello),
             Message::Credit {

@@ -91,6 +91,11 @@ impl Frame {
         Tensor::of(&self.owner).add_subclass(self)
     }
 
+    /// Its memory, while it is held.
+    pub fn memory(&self) -> Outcome<Memory> {
+        self.owner.memory()
+    }
+
     /// What it holds.
     pub fn lent(&self) -> Outcome<Arc<SampleHolder>> {
         Ok(lent_of(self.owner.memory()?))
@@ -123,7 +128,7 @@ impl Frame {
         crate::metadata::decode(py, &self.metadata)
     }
 
-    /// The bytes that were sent with it, at most 256.
+    /// The bytes that were sent with it, at most 4,096.
     #[getter]
     fn metadata_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.metadata)

@@ -137,21 +137,36 @@ pub struct NotInPlace {
     pub fault: Fault,
 }
 
-/// A loan of the tensor where it lies, or the reason why there is none. The publisher keeps the
-/// tensor until no subscriber reads it.
-pub fn loan(
-    publisher: &Publisher,
-    source: Source,
-    metadata: &[u8],
-    pool: &PublishedPool,
-) -> Result<SampleMut, NotInPlace> {
-    let refuse = |reason: SlowPath, words: String| {
-        let fault = Fault::Own(
-            "ExportError",
-            format!("the tensor cannot be sent where it lies: {words}"),
-        );
-        NotInPlace { reason, fault }
-    };
+fn refuse(reason: SlowPath, words: String) -> NotInPlace {
+    let fault = Fault::Own(
+        "ExportError",
+        format!("the tensor cannot be sent where it lies: {words}"),
+    );
+    NotInPlace { reason, fault }
+}
+
+fn not_exportable(fault: Fault) -> NotInPlace {
+    let reason = SlowPath::NotExportable;
+    NotInPlace { reason, fault }
+}
+
+/// Sets the metadata of a tensor, or of several, that are sent where they lie.
+pub fn set_metadata(loan: &mut SampleMut, metadata: &[u8]) -> Result<(), NotInPlace> {
+    let noted = loan.set_metadata(metadata);
+    noted.map_err(|error| refuse(SlowPath::NoMetadataRoom, error.to_string()))
+}
+
+/// A tensor that is sent where it lies.
+struct Located {
+    layout: Layout,
+    address: DevicePtr,
+    /// The published memory around it, and its place there.
+    memory: Option<(Arc<Published>, u64)>,
+    /// Dropped on any thread of the library.
+    owner: LibraryHeld<Source>,
+}
+
+fn locate(source: Source, pool: &PublishedPool) -> Result<Located, NotInPlace> {
     let (SourceLocation::Device(address, ..) | SourceLocation::Host(address, _)) = source.place
     else {
         return Err(refuse(
@@ -162,14 +177,54 @@ pub fn loan(
     if source.layout.bytes() == 0 {
         return Err(refuse(SlowPath::NotExportable, "it is empty".into()));
     }
-    let not_exportable = |fault: Fault| NotInPlace {
-        reason: SlowPath::NotExportable,
-        fault,
+    let memory = pool.place(address).map_err(not_exportable)?;
+    Ok(Located {
+        layout: source.layout,
+        address,
+        memory,
+        owner: LibraryHeld::new(source),
+    })
+}
+
+/// Adds the tensor to a loan of several, where it lies, or says why it cannot be.
+pub fn add_part(
+    loan: &mut SampleMut,
+    name: &str,
+    source: Source,
+    pool: &PublishedPool,
+) -> Result<(), NotInPlace> {
+    let Located {
+        layout,
+        address,
+        memory,
+        owner,
+    } = locate(source, pool)?;
+    let added = match memory {
+        Some((memory, offset)) => {
+            let owner = (owner, memory.clone());
+            loan.add_part_in(name, &memory, offset, &layout, owner)
+        }
+        // SAFETY: as in `loan`.
+        None => unsafe { loan.add_part_at(name, address, &layout, owner) },
     };
-    let (layout, place) = (source.layout, pool.place(address).map_err(not_exportable)?);
-    // Dropped on any thread of the library.
-    let owner = LibraryHeld::new(source);
-    let loan = match place {
+    added.map_err(|error| not_exportable(error.into()))
+}
+
+/// A loan of the tensor where it lies, or the reason why there is none. The publisher keeps the
+/// tensor until no subscriber reads it.
+pub fn loan(
+    publisher: &Publisher,
+    source: Source,
+    metadata: &[u8],
+    pool: &PublishedPool,
+) -> Result<SampleMut, NotInPlace> {
+    let Located {
+        layout,
+        address,
+        memory,
+        owner,
+    } = locate(source, pool)?;
+    let loan = match memory {
         // A subscriber may open the memory after this publisher is closed.
         Some((memory, offset)) => {
             let owner = (owner, memory.clone());
@@ -180,8 +235,7 @@ pub fn loan(
         None => unsafe { publisher.loan_at(address, &layout, owner) },
     };
     let mut loan = loan.map_err(|error| not_exportable(error.into()))?;
-    let noted = loan.set_metadata(metadata);
-    noted.map_err(|error| refuse(SlowPath::NoMetadataRoom, error.to_string()))?;
+    set_metadata(&mut loan, metadata)?;
     Ok(loan)
 }
 

@@ -79,6 +79,7 @@ mod memory;
 mod memory_owner;
 mod metadata;
 mod outgoing;
+mod parts;
 mod pool;
 mod process;
 mod publisher;
@@ -134,6 +135,8 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<outgoing::Outgoing>()?;
     module.add_class::<subscriber::Subscriber>()?;
     module.add_class::<frame::Frame>()?;
+    module.add_class::<parts::Part>()?;
+    module.add_class::<parts::FrameParts>()?;
     module.add_class::<timeline::Timeline>()?;
     module.add_class::<kernel_ring::KernelRing>()?;
     module.add_class::<event::Event>()?;

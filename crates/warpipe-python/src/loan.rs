@@ -3,13 +3,16 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use warpipe::Layout;
 
 use crate::copies::Copies;
 use crate::detached::{OwnStream, detached};
 use crate::errors::{Fault, Outcome};
 use crate::memory::{LoanHolder, Memory, MemoryHolder};
+use crate::parts::{Part, PartTarget};
 use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::Consumer;
@@ -157,8 +160,8 @@ impl Drop for Loan {
 
 #[pymethods]
 impl Loan {
-    /// Sets the metadata: a dict (as JSON), or any buffer; at most 256 bytes for a frame, 200 for a
-    /// job.
+    /// Sets the metadata: a dict (as JSON), or any buffer; at most 4,096 bytes for a frame, less
+    /// what describes its parts, 200 for a job.
     ///
     /// Raises ``MetadataError``, ``ReleasedError``.
     fn set_metadata(&self, metadata: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -189,28 +192,24 @@ impl Loan {
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
     fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
-        let source = Wanted {
-            device: &self.owner.device,
-            stream: None,
-            own: &self.stream,
-            packed: true,
-            lasting: false,
-        }
-        .find(tensor)?;
-        if source.layout != self.owner.layout {
-            let said = format!("{:?} does not fit {:?}", source.layout, self.owner.layout);
-            return Err(Fault::layout(said).into());
-        }
-        // May have been taken meanwhile: no lock is held while the interpreter is released.
-        let mut open = self.take()?;
-        let filled = self
-            .copies
-            .fill(py, &mut open.slot, source, &self.stream, self.block);
-        if let Ok(stream) = &filled {
-            open.lease.consumers.note(&Consumer::own(stream));
-        }
-        *self.open()? = Some(open);
-        filled.map(drop)
+        self.copy_to(py, None, tensor)
+    }
+
+    /// ``loan[name]``.
+    fn _part(&self, py: Python<'_>, name: &str) -> PyResult<Py<Part>> {
+        let memory = self.owner.memory()?;
+        let open = self.open()?;
+        let parts = match open.as_ref().map(|open| &open.slot) {
+            Some(Slot::Sample(sample)) => sample.parts().to_vec(),
+            _ => Vec::new(),
+        };
+        drop(open);
+        Part::find(py, memory, &parts, name)
+    }
+
+    /// ``loan[name] = tensor``.
+    fn _fill_part(&self, py: Python<'_>, name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.copy_to(py, Some(name), tensor)
     }
 
     #[pyo3(signature = (*_exception))]
@@ -220,5 +219,54 @@ impl Loan {
 
     fn __repr__(&self) -> String {
         format!("Loan({})", self.owner.described())
+    }
+}
+
+impl Loan {
+    /// Copies a tensor to the part of this name, or to the whole.
+    fn copy_to(
+        &self,
+        py: Python<'_>,
+        name: Option<&str>,
+        tensor: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let source = Wanted {
+            device: &self.owner.device,
+            stream: None,
+            own: &self.stream,
+            packed: true,
+            lasting: false,
+        }
+        .find(tensor)?;
+        // May have been taken meanwhile: no lock is held while the interpreter is released.
+        let mut open = self.take()?;
+        let fill = |slot: &mut Slot| {
+            let check = |layout: &Layout| match source.layout == *layout {
+                true => Ok(()),
+                false => Err(Fault::layout(format!(
+                    "{:?} does not fit {layout:?}",
+                    source.layout
+                ))),
+            };
+            match (name, slot) {
+                (None, slot) => {
+                    check(slot.layout())?;
+                    self.copies.fill(py, slot, source, &self.stream, self.block)
+                }
+                (Some(name), Slot::Sample(sample)) => {
+                    let mut part = PartTarget::new(sample, name)?;
+                    check(&part.layout)?;
+                    let copies = &self.copies;
+                    copies.fill(py, &mut part, source, &self.stream, self.block)
+                }
+                (Some(name), Slot::Work(_)) => Err(PyKeyError::new_err(name.to_owned())),
+            }
+        };
+        let filled = fill(&mut open.slot);
+        if let Ok(stream) = &filled {
+            open.lease.consumers.note(&Consumer::own(stream));
+        }
+        *self.open()? = Some(open);
+        filled.map(drop)
     }
 }

@@ -14,6 +14,7 @@ use warpipe::{Layout, Receipt, Sample, SlotHold};
 use crate::detached::{DropDetached, call, detached};
 use crate::errors::{Fault, Outcome};
 use crate::memory_owner::{MemoryOwner, download};
+use crate::parts;
 use crate::process::Home;
 use crate::rows::Scattered;
 use crate::stream::{Consumer, Consumers};
@@ -161,9 +162,9 @@ impl SampleHolder {
         self.consumers.note(consumer);
     }
 
-    /// The elements' bytes, complete already.
-    fn to_bytes(&self) -> Outcome<Vec<u8>> {
-        Ok(self.sample().to_vec(crate::wait::SLICE)?)
+    /// The bytes of the sample, or of a part of it, complete already.
+    fn to_bytes(&self, lowest: DevicePtr, layout: &Layout) -> Outcome<Vec<u8>> {
+        parts::bytes_at(self.sample(), lowest, layout)
     }
 
     /// A stream that is after the work of all users so far.
@@ -342,7 +343,7 @@ impl Memory {
         self.settle(py)?;
         let bytes = match &self.hold {
             MemoryHolder::Copy(bytes) => bytes.to_vec(),
-            MemoryHolder::Sample(lent) => py.detach(|| lent.to_bytes())?,
+            MemoryHolder::Sample(lent) => py.detach(|| lent.to_bytes(self.lowest, &self.layout))?,
             MemoryHolder::Owned(owner) => {
                 let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
                 let used_on =

@@ -1,4 +1,4 @@
-//! The metadata of a tensor: a JSON object of at most 256 bytes, readable from every language.
+//! The metadata of a tensor: a JSON object of at most 4,096 bytes, readable from every language.
 
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -7,7 +7,7 @@ use pyo3::types::{PyBytes, PyDict, PyMemoryView};
 use crate::errors::Fault;
 
 /// The most bytes of metadata of a frame.
-pub const BYTES_MAX: usize = 256;
+pub const BYTES_MAX: usize = 4096;
 
 /// The most bytes of metadata of a job or its result: the queue's own metadata takes a part.
 pub const JOB_BYTES_MAX: usize = 200;

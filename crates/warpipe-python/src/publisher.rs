@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::{Layout, PeerState, Policy};
+use pyo3::types::PyMapping;
+use warpipe::{Layout, PeerState, Policy, SampleMut};
 
 use crate::closeable::Named;
 use crate::copies::Copies;
@@ -19,6 +20,7 @@ use crate::interpreter_exit::{self, Closable};
 use crate::loan::Loan;
 use crate::metadata;
 use crate::outgoing::{HELD_UP, Outgoing, dispatch};
+use crate::parts::{self, PartTarget};
 use crate::process::Home;
 use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, Wanted};
@@ -124,6 +126,74 @@ impl Publisher {
             Ok(self.inner()?.loan_within(layout, wait)?)
         })?;
         Ok(Slot::Sample(DropDetached::new(sample)))
+    }
+
+    /// A slot for several tensors, waiting for one up to the loan's timeout.
+    fn take_parts(
+        &self,
+        py: Python<'_>,
+        parts: &[(&str, Layout)],
+    ) -> PyResult<DropDetached<SampleMut>> {
+        let goes_on = || self.inner().map(drop);
+        let sample = waiting(py, self.loan_timeout, goes_on, |wait| {
+            Ok(self.inner()?.loan_parts_within(parts, wait)?)
+        })?;
+        Ok(DropDetached::new(sample))
+    }
+
+    /// Sends several tensors as one sample: all where they lie, or all copied.
+    fn send_several(
+        &self,
+        py: Python<'_>,
+        tensors: &[(String, Bound<'_, PyAny>)],
+        metadata: &[u8],
+        wanted: Wanted<'_>,
+    ) -> PyResult<Result<u64, NotInPlace>> {
+        let found = tensors.iter().map(|(_, tensor)| wanted.find(tensor));
+        let sources: Vec<Source> = found.collect::<PyResult<_>>()?;
+        let layouts: Vec<Layout> = sources.iter().map(|source| source.layout).collect();
+        let names = tensors.iter().map(|(name, _)| &**name);
+        let parts: Vec<(&str, Layout)> = names.clone().zip(layouts).collect();
+        let mut loan = self.take_parts(py, if wanted.lasting { &[] } else { &parts })?;
+        let mut streams = Vec::new();
+        if !wanted.lasting {
+            py.detach(|| loan.set_metadata(metadata))
+                .map_err(Fault::from)?;
+        }
+        for (name, source) in names.zip(sources) {
+            if !wanted.lasting {
+                let mut part = PartTarget::new(&mut loan, name)?;
+                let copies = &self.copies;
+                match copies.fill(py, &mut part, source, &self.stream, self.block) {
+                    Ok(filled_on) => streams.push(filled_on),
+                    Err(error) => {
+                        // Behind the copies of the parts before it.
+                        let behind = py.detach(|| parts::behind_all(streams, &self.stream))?;
+                        let _ = py.detach(|| loan.into_inner().discard(&behind));
+                        return Err(error);
+                    }
+                }
+                continue;
+            }
+            let reader = match &source.place {
+                SourceLocation::Device(_, reader, _) => Some(reader.clone()),
+                _ => wanted.stream.cloned(),
+            };
+            let add = || in_place::add_part(&mut loan, name, source, &self.pool);
+            if let Err(why) = py.detach(add) {
+                return Ok(Err(why));
+            }
+            if let Some(reader) = reader {
+                streams.push(reader.follow(py)?.clone());
+            }
+        }
+        if wanted.lasting
+            && let Err(why) = py.detach(|| in_place::set_metadata(&mut loan, metadata))
+        {
+            return Ok(Err(why));
+        }
+        let behind = py.detach(|| parts::behind_all(streams, &self.stream))?;
+        dispatch(py, Slot::Sample(loan), &behind, self.patience).map(Ok)
     }
 }
 
@@ -263,14 +333,18 @@ impl Publisher {
     /// in that stream's order; no CPU waits. On the host it may be changed at once. A tensor
     /// without gaps keeps its strides; one with gaps is gathered, on its own device.
     ///
-    /// ``metadata``: a dict (as JSON) or any buffer, at most 256 bytes.
+    /// A mapping of names to tensors, at most 127, goes as one message, which arrives as
+    /// ``SampleParts``. With ``zero_copy`` all of them are sent in place, or all are copied.
+    ///
+    /// ``metadata``: a dict (as JSON) or any buffer, at most 4,096 bytes, less what describes
+    /// several tensors, or one in place.
     ///
     /// ``zero_copy``: nothing is copied; subscribers read the tensor in place, and it is kept until all of them have released it: see ``in_place``. Do not write it before. It
     /// must lie in memory of ``warpipe.torch.pool()``, which subscribers map read-only and have as
     /// long as they use it; or in memory of ``cudaMalloc``, as PyTorch's caching allocator's does,
     /// which they open by a legacy handle. A tensor in host, pooled or ``expandable_segments``
     /// memory is copied, with a ``CopyWarning`` that says why, or is an error with
-    /// ``zero_copy="require"``. Its metadata has some 80 bytes. The whole allocation around it is
+    /// ``zero_copy="require"``. The whole allocation around it is
     /// accessible to subscribers: memory of ``cudaMalloc`` must not go back to the driver while they
     /// exist.
     ///
@@ -299,10 +373,25 @@ impl Publisher {
             packed: false,
             lasting,
         };
-        let mut source = wanted.find(tensor)?;
+        let not_lasting = Wanted {
+            lasting: false,
+            ..wanted
+        };
+        let several = parts::items(tensor)?;
+        let mut source = match several {
+            None => Some(wanted.find(tensor)?),
+            Some(_) => None,
+        };
         if lasting {
-            let bytes = source.layout.bytes();
-            match self.send_in_place(py, source, &encoded, stream.as_ref())? {
+            let bytes = source.as_ref().map_or(0, |source| source.layout.bytes());
+            let sent = match (source.take(), &several) {
+                (Some(source), _) => self.send_in_place(py, source, &encoded, stream.as_ref())?,
+                (None, several) => {
+                    let tensors = several.as_deref().unwrap_or_default();
+                    self.send_several(py, tensors, &encoded, wanted)?
+                }
+            };
+            match sent {
                 Ok(sequence) => return Ok(sequence),
                 Err(why) if zero_copy == ZeroCopy::Require => return Err(why.fault.into()),
                 Err(why) => {
@@ -311,12 +400,15 @@ impl Publisher {
                     warn_of_copy(py, why.fault.into())?;
                 }
             }
-            source = Wanted {
-                lasting: false,
-                ..wanted
-            }
-            .find(tensor)?;
         }
+        if let Some(tensors) = &several {
+            let sent = self.send_several(py, tensors, &encoded, not_lasting)?;
+            return sent.map_err(|why| why.fault.into());
+        }
+        let source = match source {
+            Some(source) => source,
+            None => not_lasting.find(tensor)?,
+        };
         let mut slot = self.take(py, &source.layout)?;
         slot.set_metadata(metadata)?;
         let filled_on = self
@@ -354,6 +446,33 @@ impl Publisher {
                 self.patience,
             ),
         )
+    }
+
+    /// Lends a slot for several tensors, to be filled in place and sent as one message. ``parts``:
+    /// a mapping of names to ``(shape, dtype)``. ``out[name]`` is a ``Part``, and ``out[name] =
+    /// tensor`` copies one in, until it is sent.
+    ///
+    /// Raises as ``loan``, and ``ArgumentError`` for names that are empty or too long.
+    #[pyo3(signature = (parts, *, metadata = None))]
+    fn loan_parts(
+        &self,
+        py: Python<'_>,
+        parts: &Bound<'_, PyMapping>,
+        metadata: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<Outgoing>> {
+        self.inner()?;
+        type Described<'py> = (String, (Bound<'py, PyAny>, Bound<'py, PyAny>));
+        let described: Vec<Described<'_>> = parts.items()?.extract()?;
+        let layouts = described
+            .iter()
+            .map(|(name, (shape, dtype))| Ok((&**name, dtype::layout(shape, dtype)?)));
+        let layouts: Vec<(&str, Layout)> = layouts.collect::<PyResult<_>>()?;
+        metadata::encode(metadata, metadata::BYTES_MAX)?;
+        let mut slot = Slot::Sample(self.take_parts(py, &layouts)?);
+        slot.set_metadata(metadata)?;
+        let (device, stream) = (&self.device, &self.stream);
+        let loan = Loan::new(slot, device, stream, &self.copies, self.patience);
+        Outgoing::new(py, loan)
     }
 
     /// How many tensors that were sent with ``zero_copy`` are still kept, because a subscriber may

@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::domain::place;
 use crate::frame::Frame;
 use crate::inbox::{Calls, Inbox};
+use crate::parts::FrameParts;
 use crate::publisher::word_of;
 use crate::stream::stream_of;
 use crate::wait::{SLICE, Timeout, optional, seconds, waiting};
@@ -62,8 +63,12 @@ impl Subscriber {
     }
 
     fn frame(&self, py: Python<'_>, sample: warpipe::Sample) -> PyResult<Py<Frame>> {
+        let parts = sample.parts().to_vec();
         let frame = Frame::new(sample, &self.device, self.inbox.timeout);
-        Py::new(py, frame.whole())
+        match parts.is_empty() {
+            true => Py::new(py, frame.whole()),
+            false => FrameParts::of(py, frame.whole(), parts),
+        }
     }
 }
 

@@ -12,7 +12,9 @@ use crate::ipc::domain::EndpointName;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::{self, Kind};
 use crate::memory::{legacy, ticket};
-use crate::pubsub::entry::{Completion, Description, Metadata, UntrustedEntry};
+use crate::pubsub::Part;
+use crate::pubsub::entry::{Completion, Description, Head, Metadata, UntrustedEntry};
+use crate::pubsub::parts;
 use crate::pubsub::place::Place;
 use crate::queue::wire;
 use crate::shm::segment::{META_BYTES_MAX, Segment, VERSION};
@@ -167,6 +169,7 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
             text,
         },
         Message::Completions { bytes: number },
+        Message::MetadataPage,
         Message::Full {
             limit: PeerLimit::User,
             max: small,
@@ -371,10 +374,25 @@ fn entries(bytes: &[u8]) {
         };
         assert_promises(&description.layout);
         let (mut bytes, metadata) = (description.layout.bytes(), description.metadata.as_bytes());
-        if description.is_in_place {
-            bytes = 0;
-            let rest = Place::read(metadata).map(|(_, rest)| rest);
-            assert!(rest.map_or(true, |rest| metadata.ends_with(rest)));
+        match description.head {
+            Head::None => {}
+            Head::Place => {
+                bytes = 0;
+                let rest = Place::read(metadata).map(|(_, rest)| rest);
+                assert!(rest.map_or(true, |rest| metadata.ends_with(rest)));
+            }
+            Head::Parts => {
+                let list = parts::read(metadata, description.slot, bytes);
+                let in_slot = |part: &&Part| !part.is_in_place();
+                for part in list
+                    .iter()
+                    .flat_map(|list| list.parts.iter().filter(in_slot))
+                {
+                    assert_promises(part.layout());
+                    let start = part.slot_ptr() - description.slot;
+                    assert!(start + part.layout().bytes() <= bytes);
+                }
+            }
         }
         let end = description.slot.checked_add(bytes);
         assert!(end.is_some_and(|end| end <= region_bytes));
@@ -400,8 +418,15 @@ fn entry_seeds() -> Vec<Vec<u8>> {
         offset: 512,
     };
     let place = place.to_bytes();
-    let seed = |(layout, place): (Layout, &[u8])| {
-        let metadata = Metadata::behind(place, b"some of the user's").unwrap_or_default();
+    let (image, shifted) = (
+        Layout::bytes_only(100),
+        Layout::strided(DType::F32, &[2], &[3], 4),
+    );
+    let listed = [("image", image), ("shifted", shifted)].into_iter();
+    let listed = listed.filter_map(|(name, layout)| Some(parts::listed(name, &layout.ok()?, None)));
+    let list: Vec<u8> = std::iter::once(2).chain(listed.flatten()).collect();
+    let seed = |(layout, head, bytes): (Layout, Head, &[u8])| {
+        let metadata = Metadata::behind(bytes, b"some of the user's").unwrap_or_default();
         let description = Description {
             sequence: 1,
             sent_ns: 2,
@@ -411,7 +436,7 @@ fn entry_seeds() -> Vec<Vec<u8>> {
             metadata: &metadata,
         };
         let (word, value, mut packed) = (1, 2, description.packed());
-        packed.set_in_place(!place.is_empty());
+        packed.set_head(head);
         packed
             .with_completion(Completion { word, value })
             .write(entry);
@@ -421,9 +446,11 @@ fn entry_seeds() -> Vec<Vec<u8>> {
             .flat_map(u64::to_le_bytes)
             .collect()
     };
-    let placed = |layout| [(layout, &[][..]), (layout, &place)];
+    let placed = |layout| [(layout, Head::None, &[][..]), (layout, Head::Place, &place)];
     let seeds = layouts.into_iter().flatten().flat_map(placed);
-    seeds.map(seed).collect()
+    let slot = Layout::bytes_only(256 + 20).ok();
+    let with_parts = slot.map(|slot| (slot, Head::Parts, &list[..]));
+    seeds.chain(with_parts).map(seed).collect()
 }
 
 /// A layout as a caller or a message states it: code, bits, rank, offset, then lengths and strides,

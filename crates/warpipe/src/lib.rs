@@ -175,10 +175,12 @@ pub use memory::{
 };
 pub use options::OpenOptions;
 pub use pool::{Buffer, Pool, PoolClient, PoolOptions, PoolStats, PoolUsage, Quota};
+#[doc(hidden)] // For the bridge.
+pub use pubsub::lay_out_parts;
 pub use pubsub::{
-    Discontinuity, PeerCredentials, Policy, PreviousPublisher, Publisher, PublisherOptions,
-    Receipt, Sample, SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber,
-    SubscriberInfo, SubscriberOptions,
+    Discontinuity, PART_NAME_BYTES_MAX, PARTS_MAX, Part, PeerCredentials, Policy,
+    PreviousPublisher, Publisher, PublisherOptions, Receipt, Sample, SampleMut, Samples, SendError,
+    SlotHold, SlotReturn, Subscriber, SubscriberInfo, SubscriberOptions,
 };
 pub use queue::{
     AnswerError, AnswerHandle, JobHandle, JobResult, Lease, Loan, Queue, QueueOptions, QueueState,

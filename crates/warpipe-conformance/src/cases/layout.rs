@@ -27,7 +27,7 @@ pub(super) const CASES: &[Case] = &[
         beyond_four_gigabytes,
     ),
     Case::new(
-        "metadata of 0 to 256 bytes crosses and 257 are refused",
+        "metadata of 0 to 4096 bytes crosses and 4097 are refused",
         metadata,
     ),
     Case::new(
@@ -161,10 +161,10 @@ fn metadata(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.subscribe("metadata")?;
     // A peer takes the first bytes for a mark; zeros claim no word.
-    let bytes: Vec<u8> = (0..256)
+    let bytes: Vec<u8> = (0..4096)
         .map(|at| if at < PayloadMark::BYTES { 0 } else { at as u8 })
         .collect();
-    for length in 0..=256 {
+    for length in (0..=258).chain([300, 4095, 4096]) {
         let metadata = &bytes[..length];
         let mut sample = publisher.loan(&Layout::contiguous(DType::U64, &[64])?)?;
         sample.set_metadata(metadata)?;
@@ -183,12 +183,12 @@ fn metadata(context: &Context) -> Result<()> {
     }
     drop(peer);
     let mut sample = publisher.loan(&Layout::bytes_only(1)?)?;
-    match sample.set_metadata(&[0; 257]) {
+    match sample.set_metadata(&[0; 4097]) {
         Err(Error::Argument {
             argument: "metadata",
             ..
         }) => {}
-        other => bail!("257 bytes of metadata gave {other:?}"),
+        other => bail!("4097 bytes of metadata gave {other:?}"),
     }
     sample.send(&stream)?;
     ensure!(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -68,6 +69,9 @@ def as_array(self: _warpipe._Tensor, dtype: Any = None, copy: bool | None = None
 
 
 def set_item(self: _warpipe.Loan, key: Any, value: Any) -> None:
+    if isinstance(key, str):
+        self._fill_part(key, value)
+        return
     if not _is_of_gpu(self):
         numpy(self)[key] = value
         return
@@ -82,6 +86,8 @@ def set_item(self: _warpipe.Loan, key: Any, value: Any) -> None:
 
 
 def get_item(self: _warpipe.Loan, key: Any) -> Any:
+    if isinstance(key, str):
+        return self._part(key)
     return (_on_gpu(self) if _is_of_gpu(self) else numpy(self))[key]
 
 
@@ -125,11 +131,15 @@ def _complete() -> None:
     """Gives the native classes these methods."""
     tensor: Any = _warpipe._Tensor
     tensor.numpy, tensor.cupy = numpy, cupy
-    for held in (_warpipe.Sample, _warpipe.View):
+    for held in (_warpipe.Sample, _warpipe.Part, _warpipe.View):
         one: Any = held
         one.jax, one.__array__ = jax, as_array
     loan: Any = _warpipe.Loan
     loan.__setitem__, loan.__getitem__ = set_item, get_item
+    several: Any = _warpipe.SampleParts
+    Mapping.register(several)
+    for name in ("__contains__", "get", "keys", "values", "items"):
+        setattr(several, name, getattr(Mapping, name))
 
 
 _complete()

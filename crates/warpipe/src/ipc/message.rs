@@ -121,6 +121,9 @@ pub(crate) enum Message {
     /// Either end closes the ring of the replies: as [`Close`](Self::Close), with the ends
     /// exchanged.
     CloseReplies(CloseReason),
+    /// Publisher, once, before the first sample with long metadata: the cells of the ring's
+    /// entries. Descriptor: their memory, read-only.
+    MetadataPage,
 }
 
 /// Why an end closes.
@@ -148,6 +151,7 @@ impl Message {
             Message::Welcome { .. } => 2,
             Message::Region { .. }
             | Message::Completions { .. }
+            | Message::MetadataPage
             | Message::MemoryRequest { .. } => 1,
             Message::SessionOpened { fds, .. } | Message::Reply { fds, .. } => usize::from(*fds),
             _ => 0,

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::error::{Error, Result};
-use crate::shm::segment::{Entry, META_BYTES_MAX};
+use crate::shm::segment::{ENTRY_META_BYTES_MAX, Entry, META_BYTES_MAX, MetaCell};
 use crate::tensor::{DType, Layout, RANK_MAX};
 
-/// The metadata of a sample, at most [`META_BYTES_MAX`] bytes: the user's, behind the tensor's
-/// [place](crate::pubsub::place) if that does not lie in the slot. The bytes are behind a pointer:
-/// most samples have none, and a sample moves often, and would copy them with each move.
+/// The metadata of a sample, at most [`META_BYTES_MAX`] bytes: the user's, behind its [`Head`]. The
+/// bytes are behind a pointer: most samples have none, and a sample moves often, and would copy
+/// them with each move.
 #[derive(Clone, Default)]
 pub(crate) struct Metadata(Option<Arc<[u8]>>);
 
@@ -21,29 +21,52 @@ impl Metadata {
         Metadata::behind(&[], bytes)
     }
 
-    /// The user's bytes behind a tensor's place, if it has one.
-    pub(crate) fn behind(place: &[u8], bytes: &[u8]) -> Result<Metadata> {
-        let room = META_BYTES_MAX.saturating_sub(place.len());
-        if bytes.len() > room {
-            let allowed = match place {
-                [] => format!("at most {room} bytes"),
-                _ => format!("at most {room} bytes, beside its name"),
+    /// The user's bytes behind the head, if there is one.
+    pub(crate) fn behind(head: &[u8], bytes: &[u8]) -> Result<Metadata> {
+        if head.len() + bytes.len() > META_BYTES_MAX {
+            let found = match head.len() {
+                0 => format!("{} bytes", bytes.len()),
+                head => format!("{} bytes beside {head} that describe tensors", bytes.len()),
             };
-            return Err(Error::argument(
-                "metadata",
-                format!("{} bytes", bytes.len()),
-                allowed,
-            ));
+            let allowed = format!("at most {META_BYTES_MAX} bytes in all");
+            return Err(Error::argument("metadata", found, allowed));
         }
-        Ok(Metadata(match (place, bytes) {
+        Ok(Metadata(match (head, bytes) {
             ([], []) => None,
             ([], bytes) => Some(bytes.into()),
-            _ => Some([place, bytes].concat().into()),
+            _ => Some([head, bytes].concat().into()),
         }))
     }
 
     pub(crate) fn as_bytes(&self) -> &[u8] {
         self.0.as_deref().unwrap_or_default()
+    }
+
+    /// Whether it has no room in an entry.
+    #[inline]
+    pub(crate) fn is_long(&self) -> bool {
+        self.as_bytes().len() > ENTRY_META_BYTES_MAX
+    }
+}
+
+/// What a sample's metadata begins with, in front of the user's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Head {
+    #[default]
+    None,
+    /// The [place](crate::pubsub::place) of the tensor, which does not lie in the slot.
+    Place,
+    /// The list of the sample's [parts](crate::pubsub::parts).
+    Parts,
+}
+
+impl Head {
+    fn flag(self) -> u64 {
+        match self {
+            Head::None => 0,
+            Head::Place => IN_PLACE,
+            Head::Parts => PARTS,
+        }
     }
 }
 
@@ -85,13 +108,17 @@ const COMPLETED: u64 = 2;
 const STAMPED: u64 = 4;
 /// The layout's offset is written; otherwise it is 0.
 const SHIFTED: u64 = 8;
-/// The tensor does not lie in the slot: its place is written in front of the user's metadata.
+/// [`Head::Place`].
 const IN_PLACE: u64 = 16;
-const FLAGS: u64 = CONTIGUOUS | COMPLETED | STAMPED | SHIFTED | IN_PLACE;
+/// [`Head::Parts`].
+const PARTS: u64 = 32;
+/// The metadata lies in the entry's cell of the link's metadata page, and its length here.
+const LONG: u64 = 64;
+const FLAGS: u64 = CONTIGUOUS | COMPLETED | STAMPED | SHIFTED | IN_PLACE | PARTS | LONG;
 
 /// The most words of a description: packed, slot, time, offset, shape, strides, metadata,
 /// completion.
-const WORDS_MAX: usize = 4 + 2 * RANK_MAX + META_BYTES_MAX / 8 + 2;
+const WORDS_MAX: usize = 4 + 2 * RANK_MAX + ENTRY_META_BYTES_MAX / 8 + 2;
 const _: () = assert!(WORDS_MAX <= 58);
 
 /// Word 0: region (32 bits), metadata length (9), type code (6), type bits / 8 (5), rank (4), flags
@@ -112,6 +139,8 @@ pub(crate) struct PackedEntry {
     sequence: u64,
     words: [u64; WORDS_MAX],
     length: usize,
+    /// What does not fit in the entry, for its cell.
+    long: Metadata,
 }
 
 impl Default for PackedEntry {
@@ -120,6 +149,7 @@ impl Default for PackedEntry {
             sequence: 0,
             words: [0; WORDS_MAX],
             length: 0,
+            long: Metadata::EMPTY,
         }
     }
 }
@@ -136,6 +166,12 @@ impl PackedEntry {
         }
     }
 
+    /// The metadata for the entry's cell; none if the entry has it.
+    #[inline]
+    pub(crate) fn long(&self) -> Option<&[u8]> {
+        self.long.0.as_deref()
+    }
+
     /// Packs another description in place of the last one.
     #[inline]
     pub(crate) fn pack(&mut self, description: Description<'_>) {
@@ -148,12 +184,16 @@ impl PackedEntry {
             }
         });
         self.length = length;
+        self.long = match description.metadata.is_long() {
+            true => description.metadata.clone(),
+            false => Metadata::EMPTY,
+        };
     }
 
-    /// Says whether the metadata begins with the tensor's place.
+    /// Says what the metadata begins with.
     #[inline]
-    pub(crate) fn set_in_place(&mut self, is_in_place: bool) {
-        self.words[0] |= u64::from(is_in_place) * (IN_PLACE << 56);
+    pub(crate) fn set_head(&mut self, head: Head) {
+        self.words[0] |= head.flag() << 56;
     }
 
     /// The same sample for a link that did not exist when it was sent.
@@ -165,6 +205,16 @@ impl PackedEntry {
         self.length += end.len();
         self
     }
+}
+
+/// Bytes as an entry has them.
+#[inline]
+pub(crate) fn words_of(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.chunks(8).map(|chunk| {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        u64::from_le_bytes(word)
+    })
 }
 
 impl Description<'_> {
@@ -184,8 +234,12 @@ impl Description<'_> {
         let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
         let flags = flag(is_plain, CONTIGUOUS)
             | flag(self.sent_ns != 0, STAMPED)
-            | flag(layout.offset() != 0, SHIFTED);
-        let metadata = self.metadata.as_bytes();
+            | flag(layout.offset() != 0, SHIFTED)
+            | flag(self.metadata.is_long(), LONG);
+        let (metadata, long) = match self.metadata.is_long() {
+            false => (self.metadata.as_bytes(), None),
+            true => (&[][..], Some(self.metadata.as_bytes().len() as u64)),
+        };
         put(pack(
             self.region,
             metadata.len() as u16,
@@ -207,11 +261,8 @@ impl Description<'_> {
                 .iter()
                 .for_each(|&stride| put(stride as u64));
         }
-        for chunk in metadata.chunks(8) {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            put(u64::from_le_bytes(word));
-        }
+        words_of(metadata).for_each(&mut put);
+        long.into_iter().for_each(put);
     }
 }
 
@@ -223,8 +274,8 @@ pub(crate) struct CheckedEntry {
     pub(crate) sent_ns: u64,
     /// Where the slot begins in its region, in bytes.
     pub(crate) slot: u64,
-    /// The tensor lies elsewhere: the slot has no bytes.
-    pub(crate) is_in_place: bool,
+    /// With [`Head::Place`] the slot has no bytes.
+    pub(crate) head: Head,
     /// Shared with the samples of the same layout before it. A sample is moved many times, and each
     /// move would copy the 150 bytes of a layout in place.
     pub(crate) layout: Arc<Layout>,
@@ -256,6 +307,8 @@ pub(crate) struct UntrustedEntry {
     shape: [u64; RANK_MAX],
     strides: [i64; RANK_MAX],
     metadata: Metadata,
+    /// The length of metadata in the entry's cell.
+    long: u64,
     completion: [u64; 2],
     last_layout: Option<LastLayout>,
 }
@@ -299,17 +352,36 @@ impl UntrustedEntry {
             self.strides[..rank].fill_with(|| get() as i64);
         }
         self.metadata = Metadata::EMPTY;
-        let length = self.meta_length().min(META_BYTES_MAX);
+        let length = self.meta_length().min(ENTRY_META_BYTES_MAX);
         if length > 0 {
-            let mut bytes = [0; META_BYTES_MAX];
+            let mut bytes = [0; ENTRY_META_BYTES_MAX];
             for chunk in bytes.chunks_mut(8).take(length.div_ceil(8)) {
                 chunk.copy_from_slice(&get().to_le_bytes());
             }
             self.metadata = Metadata(Some(bytes[..length].into()));
         }
+        self.long = if self.is_long() { get() } else { 0 };
         if self.has(COMPLETED) {
             self.completion = [get(), get()];
         }
+    }
+
+    /// Whether the metadata lies in the entry's cell.
+    #[inline]
+    pub(crate) fn is_long(&self) -> bool {
+        self.has(LONG)
+    }
+
+    /// Copies the metadata in the entry's cell, which is a part of the entry, as
+    /// [`copy`](Self::copy) does.
+    pub(crate) fn copy_long(&mut self, cell: &MetaCell) {
+        let length = self.long.min(META_BYTES_MAX as u64) as usize;
+        let words = cell.iter().take(length.div_ceil(8));
+        let mut bytes: Vec<u8> = words
+            .flat_map(|it| it.load(Relaxed).to_le_bytes())
+            .collect();
+        bytes.truncate(length);
+        self.metadata = Metadata(Some(bytes.into()));
     }
 
     pub(crate) fn region(&self) -> u32 {
@@ -345,16 +417,26 @@ impl UntrustedEntry {
         if rank > RANK_MAX {
             return Err(violation("rank", rank, format!("0 to {RANK_MAX}")));
         }
-        if self.meta_length() > META_BYTES_MAX {
+        if self.meta_length() > ENTRY_META_BYTES_MAX || self.is_long() && self.meta_length() > 0 {
             return Err(violation("metadata length", self.meta_length(), "0 to 256"));
         }
-        if self.packed >> 56 & !FLAGS != 0 {
+        if self.long > META_BYTES_MAX as u64 {
+            let allowed = format!("0 to {META_BYTES_MAX}");
+            return Err(violation("metadata length", self.long, allowed));
+        }
+        let head = match (self.has(IN_PLACE), self.has(PARTS)) {
+            (false, false) => Some(Head::None),
+            (true, false) => Some(Head::Place),
+            (false, true) => Some(Head::Parts),
+            (true, true) => None,
+        };
+        let Some(head) = head.filter(|_| self.packed >> 56 & !FLAGS == 0) else {
             return Err(violation(
                 "flags",
                 format!("{:#x}", self.packed >> 56),
-                format!("0 to {FLAGS:#x}"),
+                format!("bits of {FLAGS:#x}, a tensor in place without parts"),
             ));
-        }
+        };
         let [word, value] = self.completion;
         let completion = self
             .has(COMPLETED)
@@ -363,8 +445,10 @@ impl UntrustedEntry {
             .transpose()
             .map_err(|_| violation("completion", word, "32 bits"))?;
         let layout = self.layout(dtype, rank)?;
-        let is_in_place = self.has(IN_PLACE);
-        let bytes = if is_in_place { 0 } else { layout.bytes() };
+        let bytes = match head {
+            Head::Place => 0,
+            Head::None | Head::Parts => layout.bytes(),
+        };
         let end = self.slot.checked_add(bytes);
         if end.is_none_or(|end| end > region_bytes) {
             let found = format!("{} + {bytes} bytes", self.slot);
@@ -378,7 +462,7 @@ impl UntrustedEntry {
             sequence: self.sequence,
             sent_ns: self.sent_ns,
             slot: self.slot,
-            is_in_place,
+            head,
             layout,
             metadata: std::mem::take(&mut self.metadata),
             completion,

@@ -35,6 +35,7 @@ use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+use crate::shm::page::SharedPage;
 use crate::shm::segment::Segment;
 use crate::statistics;
 use crate::stream::Stream;
@@ -127,6 +128,8 @@ pub(crate) struct ReceiverEnd {
     /// driver call, which may take long: every receive takes this lock, and a queue does so while
     /// it holds its own.
     regions: Mutex<Vec<(u32, Arc<Region>)>>,
+    /// The metadata page, once the publisher has sent it.
+    cells: OnceLock<SharedPage>,
     /// Regions that the publisher has closed and that are still mapped.
     closing: Arc<AtomicUsize>,
     /// Changes of the publisher's regions that it has announced and that have not been made here
@@ -167,6 +170,7 @@ impl PublisherLink {
             segment,
             streams: streams.clone(),
             regions: Mutex::default(),
+            cells: OnceLock::new(),
             closing: Arc::default(),
             changes: AtomicUsize::new(0),
             end,
@@ -222,6 +226,11 @@ impl ReceiverEnd {
 
     pub(super) fn regions(&self) -> MutexGuard<'_, Vec<(u32, Arc<Region>)>> {
         self.regions.locked()
+    }
+
+    /// The metadata page, if it is there.
+    pub(super) fn cells(&self) -> Option<&SharedPage> {
+        self.cells.get()
     }
 
     /// Samples that the publisher did not give to this subscriber because of its policy.
@@ -305,12 +314,15 @@ impl ReceiverEnd {
     ) -> Result<(), Message> {
         match message {
             // Each brings a descriptor: a publisher that goes on sending them is not read.
-            Message::Region { .. } if self.ended().is_some() => return Err(message),
+            Message::Region { .. } | Message::MetadataPage if self.ended().is_some() => {
+                return Err(message);
+            }
             // Not needed.
             Message::CloseRegion { .. } if self.ended() == Some(Ended::Failed) => {}
             Message::Region { id, bytes } => {
                 self.change_soon(move |link| link.map(id, bytes, &fds))
             }
+            Message::MetadataPage => self.change_soon(move |link| link.map_cells(fds)),
             Message::CloseRegion { id } => self.change_soon(move |link| link.close_region(id)),
             other => self.record_close(self.end.closed_by(other)?),
         }
@@ -330,7 +342,7 @@ impl ConnectionUser for ReceiverEnd {
                     Ok(()) => return Next::Keep,
                     Err(other) => self.fail(Error::handshake(
                         &self.terms.name,
-                        other.unexpected("Region, CloseRegion or Close"),
+                        other.unexpected("Region, CloseRegion, MetadataPage or Close"),
                     )),
                 },
                 Ok(_) => self.on_close(0),

@@ -357,13 +357,14 @@ impl ReceiverRing {
         self.segment.entry(self.cursor).state_word.load(Acquire) >> 2 >= self.cursor
     }
 
-    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived.
+    /// Takes the next sample, if there is one and `is_there` says that its region has arrived, and
+    /// the page of its metadata: it is given the copy of the entry, and the position.
     /// The entry at the returned position belongs to the receiver then, and [`copy`](Self::copy) is
     /// its unchecked description.
     #[inline]
     pub(crate) fn take(
         &mut self,
-        mut knows_region: impl FnMut(u32) -> bool,
+        mut is_there: impl FnMut((&mut UntrustedEntry, u64)) -> bool,
     ) -> Result<Option<u64>, Violation> {
         let depth = u64::from(self.segment.depth());
         // Each round moves the cursor or returns; two laps of moves mean that the sender overtakes
@@ -387,7 +388,7 @@ impl ReceiverRing {
                     // twice, so if the exchange succeeds, the sender has not touched the entry
                     // since `now` was read and the copy is of one piece.
                     self.copy.copy(entry);
-                    if !knows_region(self.copy.region()) {
+                    if !is_there((&mut self.copy, position)) {
                         return Ok(None);
                     }
                     if entry

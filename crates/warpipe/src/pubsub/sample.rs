@@ -10,7 +10,8 @@ use crate::clock::now_ns;
 use crate::error::{Error, Result, StateFault};
 use crate::memory::region::Region;
 use crate::memory::slice::zeroed;
-use crate::pubsub::entry::{CheckedEntry, Metadata};
+use crate::pubsub::entry::{CheckedEntry, Head, Metadata, Violation};
+use crate::pubsub::parts::{self, Part};
 use crate::runtime::fence::Fence;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -133,8 +134,8 @@ impl Receipt {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TensorLocation {
     InSlot,
-    /// At the [place](super::place) that its metadata begins with, which is not open yet: its
-    /// address is not the tensor's.
+    /// It, or a part of it, lies at a [place](super::place) that its metadata begins with, and is
+    /// not open yet: its address is not the tensor's.
     Unopened,
     InPlace,
 }
@@ -143,11 +144,13 @@ pub(super) enum TensorLocation {
 #[derive(Debug)]
 pub(crate) struct RawSample {
     pub(super) receipt: Receipt,
-    address: DevicePtr,
+    pub(super) address: DevicePtr,
     #[expect(dead_code, reason = "keeps it mapped, whatever the publisher says")]
     region: Arc<Region>,
     pub(super) layout: Arc<Layout>,
-    metadata: Metadata,
+    pub(super) metadata: Metadata,
+    /// None if it is one tensor.
+    pub(super) parts: Box<[Part]>,
     /// 0 for none.
     sent_ns: u64,
     is_released: bool,
@@ -163,16 +166,32 @@ impl RawSample {
             region,
             layout: checked.layout,
             metadata: checked.metadata,
+            parts: Box::default(),
             sent_ns: checked.sent_ns,
             is_released: false,
-            location: match checked.is_in_place {
-                true => TensorLocation::Unopened,
-                false => TensorLocation::InSlot,
+            location: match checked.head {
+                Head::Place => TensorLocation::Unopened,
+                Head::None | Head::Parts => TensorLocation::InSlot,
             },
         }
     }
 
-    /// Its tensor has been opened at this address.
+    /// Reads the list of its parts in front of its metadata.
+    #[cold]
+    pub(super) fn read_parts(&mut self) -> Result<(), Violation> {
+        let list = parts::read(self.metadata.as_bytes(), self.address, self.layout.bytes())?;
+        if list.places.iter().any(Option::is_some) {
+            self.location = TensorLocation::Unopened;
+        }
+        let metadata = list.metadata();
+        self.parts = list.parts.into();
+        if self.location == TensorLocation::InSlot {
+            self.metadata = metadata;
+        }
+        Ok(())
+    }
+
+    /// What lies elsewhere has been opened: its tensor at this address, or parts of it.
     pub(super) fn open_at(&mut self, address: DevicePtr, metadata: Metadata) {
         (self.address, self.metadata, self.location) = (address, metadata, TensorLocation::InPlace);
     }
@@ -233,8 +252,8 @@ impl Drop for RawSample {
 #[derive(Debug, Default)]
 pub(crate) struct Rare {
     pub(super) discontinuity: Option<Discontinuity>,
-    /// What keeps the tensor mapped that does not lie in its slot.
-    pub(super) memory: Option<OpenMemory>,
+    /// What keeps tensors mapped that do not lie in the slot.
+    pub(super) memory: Vec<OpenMemory>,
 }
 
 /// A tensor in the publisher's memory. Kernels enqueued on the stream that it was received with
@@ -263,7 +282,7 @@ impl Sample {
         self.raw.address
     }
 
-    /// Whether it lies in memory of its sender's own, which was [sent without a
+    /// Whether it, or a part of it, lies in memory of its sender's own, which was [sent without a
     /// copy](crate::Publisher::loan_in). It is read and released as any other.
     pub fn is_in_place(&self) -> bool {
         self.raw.location == TensorLocation::InPlace
@@ -272,6 +291,20 @@ impl Sample {
     /// The tensor's layout.
     pub fn layout(&self) -> &Layout {
         &self.raw.layout
+    }
+
+    /// Its tensors, if it was [sent with several](crate::Publisher::loan_parts); else none. The
+    /// sample's own layout and addresses are those of the slot then: of all parts that lie there.
+    pub fn parts(&self) -> &[Part] {
+        &self.raw.parts
+    }
+
+    /// The part of this name.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is none.
+    pub fn part(&self, name: &str) -> Result<&Part> {
+        parts::find(self.parts(), name)
     }
 
     /// The metadata bytes that were sent with the sample.
@@ -366,19 +399,20 @@ impl Sample {
                 allowed,
             ));
         }
+        self.download(self.slot_ptr(), bytes, &wait.into())
+    }
+
+    /// Copies from an address of the slot, or of a tensor in place, inside which the bytes lie.
+    fn download(&self, address: DevicePtr, bytes: &mut [u8], wait: &Wait<'_>) -> Result<()> {
         self.wait(wait)?;
         if bytes.is_empty() {
             return Ok(());
         }
         // Not the user's stream: that may wait for other work, and this copy must not.
         let stream = self.raw.receipt.link.copies()?;
-        // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked
-        // when it was received), which this sample's link keeps mapped.
-        unsafe {
-            stream
-                .backend()
-                .download(stream.raw(), bytes, self.slot_ptr())?
-        };
+        // SAFETY: the stream is live and only ever copies; the slot lies inside the region, or the
+        // tensor inside its memory (checked when it was received), which this sample keeps mapped.
+        unsafe { stream.backend().download(stream.raw(), bytes, address)? };
         // A death in between cannot have torn the copy: the data was complete.
         Ok(())
     }
@@ -390,6 +424,17 @@ impl Sample {
     pub fn to_vec<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Vec<u8>> {
         let mut bytes = zeroed(self.layout().bytes())?;
         self.copy_to(&mut bytes, wait)?;
+        Ok(bytes)
+    }
+
+    /// [`to_vec`](Self::to_vec) of one part.
+    ///
+    /// # Errors
+    /// As [`to_vec`](Self::to_vec) and [`part`](Self::part).
+    pub fn part_to_vec<'w>(&self, name: &str, wait: impl Into<Wait<'w>>) -> Result<Vec<u8>> {
+        let part = self.part(name)?;
+        let mut bytes = zeroed(part.layout().bytes())?;
+        self.download(part.slot_ptr(), &mut bytes, &wait.into())?;
         Ok(bytes)
     }
 

@@ -13,18 +13,21 @@ use rustix::io::Errno;
 use super::options::{Policy, SubscriberInfo};
 use crate::backend::{DeviceId, StreamOp};
 use crate::clock::now_ns;
+use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::PeerState;
 use crate::ipc::acceptor::refusal;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::memory::arena::{Chunk, SlotId};
-use crate::pubsub::entry::PackedEntry;
+use crate::os::is_shortage;
+use crate::pubsub::entry::{PackedEntry, words_of};
 use crate::pubsub::link_end::LinkEnd;
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::ring::SenderRing;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::Registration;
+use crate::shm::page::SharedPage;
 use crate::shm::segment::{Header, Segment};
 use crate::statistics::{LinkRow, LinkState, LinkWords};
 
@@ -81,6 +84,8 @@ pub(super) struct SubscriberLink {
     regions: Vec<(u32, bool)>,
     /// It was told of all regions with lower ids.
     next_region: u32,
+    /// The metadata page, once a sample needed it.
+    cells: Option<SharedPage>,
     /// Samples that it did not get because of its policy.
     pub(super) dropped: u64,
     /// Its share of the publisher's connection limits: held, not used.
@@ -126,6 +131,7 @@ impl SubscriberLink {
             in_flight: VecDeque::new(),
             regions: Vec::new(),
             next_region: 0,
+            cells: None,
             dropped: 0,
             quota_permit: None,
             has_closed: false,
@@ -165,7 +171,7 @@ impl SubscriberLink {
         their_wake: CloseOnForkFd,
         completions: Option<(u64, BorrowedFd<'_>)>,
         chunks: &[Chunk],
-    ) -> Result<(), Errno> {
+    ) -> std::result::Result<(), Errno> {
         let fds = self.segment_fd.iter().chain([&their_wake]).map(AsFd::as_fd);
         message::send(self.end.socket(), welcome, &fds.collect::<Vec<_>>())?;
         let heartbeat = &self.header().sender.heartbeat_ns;
@@ -207,7 +213,7 @@ impl SubscriberLink {
     /// # Errors
     /// Either [`is_shortage`](crate::os::is_shortage), and the rest is repeated later; or the
     /// subscriber does not read its socket.
-    pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
+    pub(super) fn announce(&mut self, chunks: &[Chunk]) -> std::result::Result<(), Errno> {
         let socket = self.end.socket.clone();
         let is_gone = |id: u32| chunks.binary_search_by_key(&id, |chunk| chunk.id).is_err();
         for (id, is_closing) in &mut self.regions {
@@ -226,6 +232,29 @@ impl SubscriberLink {
             message::send(socket.as_fd(), &region, &[chunk.export.as_fd()])?;
             self.regions.push((id, false));
             self.next_region = id + 1;
+        }
+        Ok(())
+    }
+
+    /// Makes the metadata page and sends it, unless the subscriber has it. One that does not read
+    /// its socket loses its link.
+    ///
+    /// # Errors
+    /// This process lacks resources for the page or the message.
+    pub(super) fn make_cells(&mut self, name: &str) -> Result<()> {
+        if self.cells.is_some() {
+            return Ok(());
+        }
+        let (page, fd) = SharedPage::publish(None, self.ring.segment().cells_bytes())?;
+        match message::send(self.end.socket(), &Message::MetadataPage, &[fd.as_fd()]) {
+            Ok(()) => self.cells = Some(page),
+            Err(error) if is_shortage(error) => {
+                let context = format!("metadata of {name:?}, to process {}", self.end.peer.pid);
+                return Err(Error::os("sendmsg", context, error));
+            }
+            Err(_) => self.leave(Some(CloseReason::Evicted(
+                "it does not read its socket".into(),
+            ))),
         }
         Ok(())
     }
@@ -350,6 +379,13 @@ impl SubscriberLink {
             self.keep_what_is_set_aside(position);
         }
         self.in_flight.push_back((position, slot));
+        if let (Some(bytes), Some(cells)) = (packed.long(), &self.cells) {
+            // As the entry's words, before the state word.
+            let cell = self.ring.segment().cell(cells, position);
+            cell.iter()
+                .zip(words_of(bytes))
+                .for_each(|(word, value)| word.store(value, Relaxed));
+        }
         if is_for_many {
             self.ring
                 .publish_to_one_of_many(position, packed, is_complete);

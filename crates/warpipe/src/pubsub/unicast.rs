@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::message::{self, CloseReason};
 use crate::memory::arena::SlotId;
-use crate::pubsub::entry::Metadata;
+use crate::pubsub::entry::{Head, Metadata};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
@@ -64,7 +64,7 @@ impl RetainedSlot {
             slot,
             layout: &self.layout,
             metadata,
-            is_in_place: false,
+            head: Head::None,
         };
         let description = state.describe(given, core.options.timestamps);
         state.arena.hold(slot);

@@ -32,7 +32,7 @@ pub(crate) const PAGE_BYTES: usize = 4096;
 
 /// The longest page: a length that a peer announces is checked against it before the page is
 /// mapped.
-pub(crate) const PAGES_BYTES_MAX: usize = 1 << 20;
+pub(crate) const PAGES_BYTES_MAX: usize = 1 << 24;
 
 /// A type that may lie in shared memory.
 ///

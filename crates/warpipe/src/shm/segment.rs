@@ -15,7 +15,7 @@ use std::mem::offset_of;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
 
-use super::page::SharedPage;
+use super::page::{PAGES_BYTES_MAX, SharedPage};
 use super::seal;
 use crate::atomic::{AtomicU32, AtomicU64};
 use crate::backend::{DevicePtr, TimelineWord};
@@ -27,13 +27,22 @@ use crate::fork::CloseOnForkFd;
 const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
 
 /// The version of the layout, and of the handshake.
-pub(crate) const VERSION: u16 = 11;
+pub(crate) const VERSION: u16 = 12;
 
 /// The most entries a ring may have.
 pub(crate) const DEPTH_MAX: u32 = 4096;
 
-/// The most bytes of user metadata that travel in an entry.
-pub(crate) const META_BYTES_MAX: usize = 256;
+/// The most bytes of metadata that travel with a sample.
+pub(crate) const META_BYTES_MAX: usize = 4096;
+
+/// The most of them that travel in its entry. More lie in the entry's [cell](MetaCell).
+pub(crate) const ENTRY_META_BYTES_MAX: usize = 256;
+
+/// The long metadata of one entry: entry `i` has cell `i` of the link's *metadata page*, which its
+/// publisher makes for the first sample that needs it.
+pub(crate) type MetaCell = [AtomicU64; META_BYTES_MAX / 8];
+
+const _: () = assert!(DEPTH_MAX as usize * META_BYTES_MAX <= PAGES_BYTES_MAX);
 
 /// The first page of the segment. Each group has one writer and a pair of cache lines of its own.
 #[repr(C)]
@@ -250,6 +259,16 @@ impl Segment {
     #[inline]
     pub(crate) fn entry(&self, position: u64) -> &Entry {
         self.entry_at(self.index(position))
+    }
+
+    /// The length of the link's metadata page, in bytes.
+    pub(crate) fn cells_bytes(&self) -> usize {
+        self.depth as usize * size_of::<MetaCell>()
+    }
+
+    /// The cell of the entry that `position` falls on, in the link's metadata page.
+    pub(crate) fn cell<'p>(&self, cells: &'p SharedPage, position: u64) -> &'p MetaCell {
+        cells.at(self.index(position) as usize * size_of::<MetaCell>())
     }
 
     /// The index of the entry that `position` falls on.

@@ -9,8 +9,8 @@ use warpipe_testkit::Rng;
 use super::stage::{packet, random_bytes, random_edge};
 use crate::fuzzing::{assert_promises, messages};
 use crate::ipc::message::decode;
-use crate::pubsub::entry::{Completion, Description, Metadata, UntrustedEntry};
-use crate::shm::segment::{META_BYTES_MAX, Segment};
+use crate::pubsub::entry::{Completion, Description, Head, Metadata, UntrustedEntry};
+use crate::shm::segment::{ENTRY_META_BYTES_MAX, META_BYTES_MAX, Segment};
 use crate::tensor::RANK_MAX;
 use crate::{DType, Device, Layout};
 
@@ -117,7 +117,7 @@ fn a_description_arrives_as_it_was_written() {
         let Ok(layout) = any_layout(&mut random) else {
             continue;
         };
-        let length = random.usize(..META_BYTES_MAX + 1);
+        let length = random.usize(..ENTRY_META_BYTES_MAX + 1);
         let metadata = Metadata::new(&random_bytes(&mut random, length)).unwrap();
         let (slot, region, sent_ns) = (512 * random.u64(..1 << 20), random.u32(..), random.u64(..));
         let completion = Completion {
@@ -209,9 +209,9 @@ fn an_entry_of_nonsense_is_refused_or_keeps_every_bound() {
         if let Ok(description) = copy.check(region_bytes) {
             accepted += 1;
             assert_promises(&description.layout);
-            let bytes = match description.is_in_place {
-                true => 0,
-                false => description.layout.bytes(),
+            let bytes = match description.head {
+                Head::Place => 0,
+                Head::None | Head::Parts => description.layout.bytes(),
             };
             let end = description.slot.checked_add(bytes).unwrap();
             assert!(end <= region_bytes);

@@ -245,7 +245,10 @@ fn what_a_publisher_cannot_offer_is_refused_before_anything_is_kept() {
     assert!(!is_kept(&owner));
     let loan = publisher.loan_in(&scene.published, 0, &layout, owner.clone());
     let mut loan = loan.unwrap();
-    let refused = loan.set_metadata(&[0; 256]).unwrap_err();
-    assert!(refused.to_string().contains("beside its name"), "{refused}");
-    loan.set_metadata(&[0; 80]).unwrap();
+    let refused = loan.set_metadata(&[0; 4096]).unwrap_err();
+    assert!(
+        refused.to_string().contains("that describe tensors"),
+        "{refused}"
+    );
+    loan.set_metadata(&[0; 3900]).unwrap();
 }

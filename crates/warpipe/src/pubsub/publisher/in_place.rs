@@ -1,7 +1,7 @@
 //! Loans of memory that is no slot: tensors that are sent where they lie. **This module is marked
 //! for unsafe**: it exports memory that other allocators own.
 
-use super::{Publisher, SampleMut};
+use super::{Publisher, PublisherCore, SampleMut};
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
 use crate::memory::Published;
@@ -56,32 +56,10 @@ impl Publisher {
         layout: &Layout,
         owner: impl Send + 'static,
     ) -> Result<SampleMut> {
-        let core = self.core.get()?;
-        let range = memory.memory().part(offset, layout.bytes())?;
-        if range.device().info().id != core.device.info().id {
-            let device = format!("on {}", range.device().info().id);
-            return Err(Error::argument(
-                "memory",
-                device,
-                "on the publisher's device",
-            ));
-        }
-        if core.domain_identity() != Some(memory.domain().identity()) {
-            let domain = format!("published in {}", memory.domain().path().display());
-            return Err(Error::argument(
-                "memory",
-                domain,
-                "in the publisher's domain",
-            ));
-        }
-        let place = Place::Published {
-            name: memory.name(),
-            incarnation: memory.incarnation(),
-            offset,
-        };
+        let (place, ptr) = self.core.get()?.place_in(memory, offset, layout)?;
         // A loan can be written: its memory stays mapped as long as its slot is held.
         let owner = (owner, memory.memory().clone());
-        self.lend_in_place(&place, range.ptr(), layout, Box::new(owner))
+        self.lend_in_place(&place, ptr, layout, Box::new(owner))
     }
 
     /// As [`loan_in`](Self::loan_in), of memory of another allocator (`cudaMalloc`), by a
@@ -119,12 +97,12 @@ impl Publisher {
         let metadata = Metadata::new(&place.to_bytes())?;
         let mut loan = self.loan(&Layout::bytes_only(0)?)?;
         self.core.keep(loan.slot, owner);
-        loan.place_bytes = metadata.as_bytes().len() as u8;
+        loan.head_bytes = metadata.as_bytes().len() as u16;
         (loan.metadata, loan.address, loan.layout) = (metadata, address, *layout);
         Ok(loan)
     }
 
-    /// How many tensors that were sent where they lie are kept, because a subscriber may read them.
+    /// How many samples, and parts of samples, that were sent where they lie are kept, because a subscriber may read them.
     /// Drops the owners of those that are free.
     ///
     /// # Errors
@@ -140,6 +118,88 @@ impl Publisher {
     #[doc(hidden)] // For the Python package.
     pub fn end_history(&self) -> Result<()> {
         self.core.get()?.end_history();
+        Ok(())
+    }
+}
+
+impl PublisherCore {
+    /// The place, and the address here, of a tensor from byte `offset` of published memory on.
+    fn place_in<'m>(
+        &self,
+        memory: &'m Published,
+        offset: u64,
+        layout: &Layout,
+    ) -> Result<(Place<'m>, DevicePtr)> {
+        let range = memory.memory().part(offset, layout.bytes())?;
+        if range.device().info().id != self.device.info().id {
+            let device = format!("on {}", range.device().info().id);
+            return Err(Error::argument(
+                "memory",
+                device,
+                "on the publisher's device",
+            ));
+        }
+        if self.domain_identity() != Some(memory.domain().identity()) {
+            let domain = format!("published in {}", memory.domain().path().display());
+            return Err(Error::argument(
+                "memory",
+                domain,
+                "in the publisher's domain",
+            ));
+        }
+        let place = Place::Published {
+            name: memory.name(),
+            incarnation: memory.incarnation(),
+            offset,
+        };
+        Ok((place, range.ptr()))
+    }
+}
+
+impl SampleMut {
+    /// Adds a part that lies in published memory, from byte `offset` on, and is sent where it lies:
+    /// see [`Publisher::loan_in`], also for `owner`.
+    ///
+    /// # Errors
+    /// As [`Publisher::loan_in`] and [`Publisher::loan_parts`]; [`Error::Argument`] for a loan of
+    /// one tensor; [`Error::Forked`].
+    pub fn add_part_in(
+        &mut self,
+        name: &str,
+        memory: &Published,
+        offset: u64,
+        layout: &Layout,
+        owner: impl Send + 'static,
+    ) -> Result<()> {
+        self.core.owner_process.check()?;
+        let (place, ptr) = self.core.place_in(memory, offset, layout)?;
+        self.add_part(name, layout, ptr, Some(place))?;
+        let owner = (owner, memory.memory().clone());
+        self.core.keep(self.slot, Box::new(owner));
+        Ok(())
+    }
+
+    /// Adds a part in memory of another allocator, which is sent where it lies: see
+    /// [`Publisher::loan_at`], also for `owner`.
+    ///
+    /// # Errors
+    /// As [`Publisher::loan_at`] and [`add_part_in`](Self::add_part_in).
+    ///
+    /// # Safety
+    /// As [`Publisher::loan_at`].
+    pub unsafe fn add_part_at(
+        &mut self,
+        name: &str,
+        ptr: DevicePtr,
+        layout: &Layout,
+        owner: impl Send + 'static,
+    ) -> Result<()> {
+        self.core.owner_process.check()?;
+        // SAFETY: the caller's promise; the owner is kept until no subscriber reads the tensor.
+        let handle = unsafe { LegacyHandle::export(&self.core.device, ptr, layout.bytes()) }?;
+        let place = Place::Legacy(&handle.to_bytes());
+        self.add_part(name, layout, ptr, Some(place))?;
+        self.core.keep(self.slot, Box::new(owner));
         Ok(())
     }
 }

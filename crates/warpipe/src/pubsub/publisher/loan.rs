@@ -6,7 +6,8 @@ use std::sync::Arc;
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result, returns_to_caller};
 use crate::memory::arena::SlotId;
-use crate::pubsub::entry::Metadata;
+use crate::pubsub::entry::{Head, Metadata};
+use crate::pubsub::parts::Part;
 use crate::pubsub::publisher_core::{
     Delivery, Given, PublisherCore, Recipients, SendFailure, SlotHold, SlotReturn,
 };
@@ -27,10 +28,12 @@ pub struct SampleMut {
     pub(super) is_given: bool,
     pub(super) address: DevicePtr,
     pub(in crate::pubsub) layout: Layout,
-    pub(super) metadata: Metadata,
-    /// How many bytes of the metadata are the place of a tensor that does not lie in the slot; 0
-    /// for one that does.
-    pub(super) place_bytes: u8,
+    pub(in crate::pubsub) metadata: Metadata,
+    /// How many bytes of the metadata are its [head](Head): the list of the parts, or the place of
+    /// a tensor that does not lie in the slot.
+    pub(in crate::pubsub) head_bytes: u16,
+    /// `None` of a loan of one tensor.
+    pub(in crate::pubsub) parts: Option<Vec<Part>>,
     /// The stream that last got work on this loan. A dropped loan returns behind this stream and
     /// `earlier`.
     pub(super) behind: Option<Stream>,
@@ -82,15 +85,24 @@ impl SampleMut {
         self.core.watch_slot(self.slot)
     }
 
-    /// Sets up to 256 bytes that travel with the sample; of a [tensor in
-    /// place](crate::Publisher::loan_in) what its place leaves of them, at least 80.
+    /// Sets up to 4,096 bytes that travel with the sample, less what describes its
+    /// [parts](crate::Publisher::loan_parts), or the place of a tensor [in
+    /// place](crate::Publisher::loan_in). Up to 256 bytes in all need no memory of their own.
     ///
     /// # Errors
     /// [`Error::Argument`] for more.
     pub fn set_metadata(&mut self, bytes: &[u8]) -> Result<()> {
-        let place = &self.metadata.as_bytes()[..self.place_bytes.into()];
-        self.metadata = Metadata::behind(place, bytes)?;
+        let head = &self.metadata.as_bytes()[..self.head_bytes.into()];
+        self.metadata = Metadata::behind(head, bytes)?;
         Ok(())
+    }
+
+    fn head(&self) -> Head {
+        match (self.head_bytes, &self.parts) {
+            (0, _) => Head::None,
+            (_, None) => Head::Place,
+            (_, Some(_)) => Head::Parts,
+        }
     }
 
     /// Copies the slot's whole contents from host memory, in the stream's order. `bytes` may be
@@ -101,16 +113,27 @@ impl SampleMut {
     /// of the publisher's device; [`Error::Timeout`] when too much is on its way behind streams
     /// that are blocked; [`Error::Driver`].
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
-        check_length(&self.layout, bytes)?;
+        let layout = self.layout;
+        self.write_at(stream, (self.address, &layout), bytes)
+    }
+
+    pub(in crate::pubsub) fn write_at(
+        &mut self,
+        stream: &Stream,
+        (address, layout): (DevicePtr, &Layout),
+        bytes: &[u8],
+    ) -> Result<()> {
+        check_length(layout, bytes)?;
         self.core.owner_process.check()?;
         stream.check_of(&self.core.device)?;
         if bytes.is_empty() {
             return Ok(());
         }
         self.stay_behind(stream);
-        // SAFETY: the stream is live; the slot is this loan's alone and as long as the layout, and
-        // stays so until the stream has passed this copy (`send` and `discard` say when).
-        unsafe { stream.upload(self.address, bytes) }
+        // SAFETY: the stream is live; the slot, or the tensor in place, is this loan's alone; the
+        // caller has the address and the layout of all of it, or of a part; it stays so until the
+        // stream has passed this copy (`send` and `discard` say when).
+        unsafe { stream.upload(address, bytes) }
     }
 
     /// Hands the tensor to every subscriber, behind the work enqueued on `stream` so far
@@ -161,7 +184,10 @@ impl SampleMut {
                 slot: self.slot,
                 layout: &self.layout,
                 metadata: metadata.unwrap_or(&self.metadata),
-                is_in_place: self.place_bytes > 0,
+                head: match metadata {
+                    None => self.head(),
+                    Some(_) => Head::None,
+                },
             };
             self.core.send(given, stream, to, wait)
         });

@@ -12,6 +12,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::slot_fences::SlotFences;
+use crate::ipc::message::{self, CloseReason};
 use crate::memory::arena::{Arena, SlotId};
 use crate::pubsub::entry::{Completion, PackedEntry};
 use crate::pubsub::ring;
@@ -122,6 +123,14 @@ impl History {
     }
 
     fn replay_to(&mut self, link: &mut SubscriberLink, arena: &mut Arena, fences: &SlotFences) {
+        if self
+            .entries
+            .iter()
+            .any(|entry| entry.packed.long().is_some())
+            && let Err(error) = link.make_cells("the history")
+        {
+            return link.leave(Some(CloseReason::Failed(message::text(error))));
+        }
         for entry in &self.entries {
             let (slot, is_lost) = (entry.slot, entry.is_lost);
             // The history is no longer than an empty ring.

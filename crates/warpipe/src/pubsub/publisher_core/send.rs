@@ -46,6 +46,7 @@ impl PublisherCore {
         self.record_use(stream);
         stream.check_not_capturing()?;
         let mut turn = self.make_room(to, wait)?;
+        turn.state.make_cells(given.metadata, &self.name)?;
         let delivery = self.deliver(&mut turn.state, given, stream, to)?;
         if !matches!(to, Recipients::Keep(_)) {
             turn.state.arena.release(given.slot);
@@ -164,7 +165,7 @@ impl PublisherCore {
             ..
         } = state;
         packed.pack(description);
-        packed.set_in_place(given.is_in_place);
+        packed.set_head(given.head);
         let is_for_many = links
             .iter()
             .filter(|link| link.placed().is_some())

@@ -20,7 +20,7 @@ use crate::kind::Kind;
 use crate::memory::arena::{Arena, SlotId};
 use crate::memory::region::Region;
 use crate::os::is_shortage;
-use crate::pubsub::entry::{Description, Metadata, PackedEntry};
+use crate::pubsub::entry::{Description, Head, Metadata, PackedEntry};
 use crate::pubsub::options::PublisherOptions;
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::subscriber_link::SubscriberLink;
@@ -36,8 +36,8 @@ pub(in crate::pubsub) struct Given<'a> {
     pub(in crate::pubsub) slot: SlotId,
     pub(in crate::pubsub) layout: &'a Layout,
     pub(in crate::pubsub) metadata: &'a Metadata,
-    /// The metadata begins with the tensor's place.
-    pub(in crate::pubsub) is_in_place: bool,
+    /// What the metadata begins with.
+    pub(in crate::pubsub) head: Head,
 }
 
 /// A region that the streams of its publisher work on.
@@ -226,6 +226,19 @@ impl PublisherState {
         }
         self.must_announce = own.is_err();
         own
+    }
+
+    /// Makes the page of each subscriber's metadata, for a sample with metadata that is long.
+    ///
+    /// # Errors
+    /// As [`SubscriberLink::make_cells`].
+    #[inline]
+    pub(super) fn make_cells(&mut self, metadata: &Metadata, name: &str) -> Result<()> {
+        if !metadata.is_long() {
+            return Ok(());
+        }
+        let live = self.links.iter_mut().filter(|link| link.is_live());
+        live.map(|link| link.make_cells(name)).collect()
     }
 
     /// The description of the next sample, which takes the next number. `is_stamped`: with the

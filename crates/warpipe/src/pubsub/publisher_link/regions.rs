@@ -23,6 +23,7 @@ use crate::os::is_shortage;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::Fence;
 use crate::runtime::reactor::DropReadiness;
+use crate::shm::page::SharedPage;
 
 /// The most regions of a link that are mapped. Threads that grow at the same time may pass the
 /// publisher's own limit, and it may see that a region is closed before this end counts it so.
@@ -64,6 +65,18 @@ impl ReceiverEnd {
         fds[0].approve();
         region.identify(self.terms.generation, id.into());
         self.regions().push((id, Arc::new(region)));
+        Ok(())
+    }
+
+    /// Maps the metadata page; its message has brought one descriptor.
+    pub(super) fn map_cells(&self, fds: Vec<PeerFd>) -> Result<()> {
+        let bytes = self.segment.cells_bytes();
+        for fd in fds {
+            let page = SharedPage::read(fd, bytes, &self.terms.name)?;
+            if self.cells.set(page).is_err() {
+                return Err(self.wrong("metadata page", "a second one", "one"));
+            }
+        }
         Ok(())
     }
 

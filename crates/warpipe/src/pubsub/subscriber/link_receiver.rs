@@ -12,8 +12,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::memory::region::{Kept, Region};
-use crate::pubsub::entry::{Metadata, Violation, violation};
+use crate::pubsub::entry::{Head, Metadata, Violation, violation};
 use crate::pubsub::observer::{LinkedSubscriber, Reply, ReplyLink};
+use crate::pubsub::parts;
 use crate::pubsub::place::{Asked, Place};
 use crate::pubsub::publisher_link::{ConnectOptions, Ended, OpenMemory, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
@@ -48,15 +49,16 @@ pub(crate) struct LinkReceiver {
     /// How many samples of this link were received over an earlier one. No history is longer than a
     /// ring, so beyond [`DEPTH_MAX`] the source's numbers have begun anew.
     repeated: u32,
-    /// A sample was found without its region, of this number; and the time since then.
-    pub(super) region_missing: Option<(u32, Uptime)>,
+    /// A sample was found without its region, of this number, or without the page of its metadata;
+    /// and the time since then.
+    pub(super) region_missing: Option<(Option<u32>, Uptime)>,
     /// A sample taken from the ring that the device refused to wait for, or that is to be
     /// [opened](Self::open_taken). It is the next to be admitted.
     pub(super) taken: Option<RawSample>,
-    /// The memory of `taken`, while its owner is asked for it.
+    /// Memory of `taken`, while its owner is asked for it.
     pub(super) asked: Option<Asked>,
-    /// That memory, once it is open.
-    opened: Option<OpenMemory>,
+    /// What is open of its memory.
+    opened: Vec<OpenMemory>,
     /// The memory that samples were opened in last, which the next ones mostly lie in: the driver
     /// takes long to open memory.
     open: VecDeque<OpenMemory>,
@@ -113,7 +115,7 @@ impl LinkReceiver {
             region_missing: None,
             taken: None,
             asked: None,
-            opened: None,
+            opened: Vec::new(),
             open: VecDeque::new(),
             row,
         }
@@ -145,7 +147,8 @@ impl LinkReceiver {
                     let gap = self.break_before(taken.receipt.sequence, ended);
                     let mut sample = taken.into_sample(stream, gap);
                     if sample.is_in_place() {
-                        sample.rare.get_or_insert_default().memory = self.opened.take();
+                        let opened = std::mem::take(&mut self.opened);
+                        sample.rare.get_or_insert_default().memory = opened;
                     }
                     if let Some(latency_ns) = sample.latency_ns() {
                         self.row.time(latency_ns);
@@ -173,13 +176,14 @@ impl LinkReceiver {
         let Some(mut taken) = self.taken.take_if(is_unopened) else {
             return Ok(false);
         };
-        match self.open(&taken, at) {
+        match self.open(&mut taken, at) {
             Ok((address, metadata)) => taken.open_at(address, metadata),
             Err(error) if error.kind() == ErrorKind::Timeout => {
                 self.taken = Some(taken);
                 return Err(error);
             }
             Err(error) => {
+                self.opened.clear();
                 // It is given back once its data is complete.
                 self.link.keep(taken.receipt.position);
                 return Err(match error.kind() {
@@ -192,14 +196,44 @@ impl LinkReceiver {
         Ok(true)
     }
 
-    /// Opens the memory of a sample: the tensor's address and the user's metadata.
-    fn open(&mut self, taken: &RawSample, at: &ConnectOptions) -> Result<(DevicePtr, Metadata)> {
-        let read = Place::read(taken.metadata());
-        let (place, metadata) = read.map_err(|violation| self.fail(violation))?;
-        let (bytes, asked) = (taken.layout.bytes(), &mut self.asked);
-        let (address, memory) = place.open(bytes, (&at.domain, &at.device), asked, &at.doorbell)?;
-        self.opened = memory.map(|memory| self.keep_open(memory)).transpose()?;
-        Ok((address, Metadata::new(metadata)?))
+    /// Opens the memory of a sample, or of those of its parts that are not open: the sample's
+    /// address and the user's metadata.
+    fn open(
+        &mut self,
+        taken: &mut RawSample,
+        at: &ConnectOptions,
+    ) -> Result<(DevicePtr, Metadata)> {
+        if taken.parts.is_empty() {
+            let read = Place::read(taken.metadata());
+            let (place, metadata) = read.map_err(|violation| self.fail(violation))?;
+            let address = self.open_place(&place, taken.layout.bytes(), at)?;
+            return Ok((address, Metadata::new(metadata)?));
+        }
+        let (slot, bytes) = (taken.address, taken.layout.bytes());
+        let metadata = taken.metadata.clone();
+        let read = parts::read(metadata.as_bytes(), slot, bytes);
+        let list = read.map_err(|violation| self.fail(violation))?;
+        for (part, place) in taken.parts.iter_mut().zip(&list.places) {
+            if let (0, Some(place)) = (part.address, place) {
+                part.address = self.open_place(place, part.layout().bytes(), at)?;
+            }
+        }
+        Ok((slot, list.metadata()))
+    }
+
+    fn open_place(
+        &mut self,
+        place: &Place<'_>,
+        bytes: u64,
+        at: &ConnectOptions,
+    ) -> Result<DevicePtr> {
+        let (own, asked) = ((&at.domain, &at.device), &mut self.asked);
+        let (address, memory) = place.open(bytes, own, asked, &at.doorbell)?;
+        if let Some(memory) = memory {
+            let memory = self.keep_open(memory)?;
+            self.opened.push(memory);
+        }
+        Ok(address)
     }
 
     /// Keeps memory open for the next samples, too.
@@ -249,10 +283,9 @@ impl LinkReceiver {
             return None;
         }
         let discontinuity = Some(self.find_break(last, sequence, ended.take())?);
-        let memory = None;
         Some(Box::new(Rare {
             discontinuity,
-            memory,
+            memory: Vec::new(),
         }))
     }
 
@@ -302,7 +335,15 @@ impl LinkReceiver {
             ..
         } = self;
         let mut missing = None;
-        let taken = ring.take(|id| {
+        let taken = ring.take(|(copy, position)| {
+            if copy.is_long() {
+                let Some(cells) = link.cells() else {
+                    missing = Some(None);
+                    return false;
+                };
+                copy.copy_long(link.segment.cell(cells, position));
+            }
+            let id = copy.region();
             let find = |regions: &[(u32, _)]| regions.binary_search_by_key(&id, |it| it.0);
             let found = find(regions).or_else(|_| {
                 let open = link.regions();
@@ -314,14 +355,14 @@ impl LinkReceiver {
             });
             match found {
                 Ok(index) => *region = index,
-                Err(_) => missing = Some(id),
+                Err(_) => missing = Some(Some(id)),
             }
             found.is_ok()
         });
         // An entry may be taken back while its region is missing: then none is.
         match missing {
             None => *region_missing = None,
-            Some(id) => region_missing.get_or_insert_default().0 = id,
+            Some(what) => region_missing.get_or_insert_default().0 = what,
         }
         taken
     }
@@ -333,7 +374,11 @@ impl LinkReceiver {
         };
         // In this order: the region may have been mapped since the ring was polled, and then it is
         // no longer being mapped.
-        self.link.is_mapping() || self.link.regions().iter().any(|it| it.0 == id)
+        self.link.is_mapping()
+            || match id {
+                Some(id) => self.link.regions().iter().any(|it| it.0 == id),
+                None => self.link.cells().is_some(),
+            }
     }
 
     /// There is no sample to take: either none was sent, or its region has not arrived yet, which
@@ -351,11 +396,22 @@ impl LinkReceiver {
             self.region_missing = Some((*id, Uptime::default()));
             return Ok(());
         }
-        Err(self.fail(violation(
-            "region",
-            format!("{id}, never announced or closed"),
-            format!("one of the {} that are open", self.regions.len()),
-        )))
+        let (field, found, allowed) = match id {
+            Some(id) => {
+                let allowed = format!("one of the {} that are open", self.regions.len());
+                (
+                    "region",
+                    format!("{id}, never announced or closed"),
+                    allowed,
+                )
+            }
+            None => (
+                "metadata",
+                "in a page that was not sent".into(),
+                "one that was".into(),
+            ),
+        };
+        Err(self.fail(violation(field, found, allowed)))
     }
 
     /// Checks the entry at `position`, which was taken last.
@@ -395,7 +451,12 @@ impl LinkReceiver {
             sequence,
             is_set_aside: false,
         };
-        Ok(RawSample::new(receipt, region, checked))
+        let has_parts = checked.head == Head::Parts;
+        let mut taken = RawSample::new(receipt, region, checked);
+        if has_parts {
+            taken.read_parts()?;
+        }
+        Ok(taken)
     }
 
     /// Sets whether the sender is asked to ring [`descriptor`](Self::descriptor) with each sample.
@@ -494,7 +555,7 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(attached.regions.is_empty(), "not looked at yet");
-        attached.region_missing = Some(Default::default());
+        attached.region_missing = Some((Some(0), Uptime::default()));
         assert!(attached.is_region_due());
         assert!(subscriber.take_raw_sample().unwrap().is_some());
         let _ = std::fs::remove_dir_all(folder);
@@ -508,7 +569,7 @@ mod tests {
         let mut subscriber =
             Subscriber::new("late", SubscriberOptions::at(&domain, &device)).unwrap();
         let attached = subscriber.attached.as_mut().unwrap();
-        let (_, clock) = attached.region_missing.insert((7, Uptime::default()));
+        let (_, clock) = attached.region_missing.insert((Some(7), Uptime::default()));
         clock.freeze(Duration::from_secs(60));
         attached.check_missing_region().unwrap();
         let (_, clock) = attached.region_missing.as_ref().unwrap();

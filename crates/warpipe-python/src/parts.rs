@@ -1,0 +1,174 @@
+//! Samples and loans of several tensors, each with a name.
+
+use std::sync::Arc;
+
+use pyo3::exceptions::PyKeyError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyIterator, PyMapping, PyTuple};
+use warpipe::{Layout, SampleMut, Stream};
+
+use crate::copies::Target;
+use crate::errors::Outcome;
+use crate::frame::Frame;
+use crate::memory::Memory;
+use crate::tensor::{Holding, Tensor};
+
+/// One of several tensors in one message: of a received ``SampleParts``, which is read only, or of
+/// a loan of ``Publisher.loan_parts``, to be filled.
+///
+/// It is an array of any framework, in place, as a ``Sample`` or a ``Loan`` is, and keeps the
+/// memory as an array of them does.
+#[pyclass(frozen, extends = Tensor, module = "warpipe", name = "Part")]
+#[derive(Debug)]
+pub struct Part {
+    owner: Arc<Holding>,
+}
+
+impl Part {
+    /// The part of this name, in memory of the same hold as `whole`.
+    pub fn find(
+        py: Python<'_>,
+        whole: Memory,
+        parts: &[warpipe::Part],
+        name: &str,
+    ) -> PyResult<Py<Part>> {
+        let part = parts.iter().find(|part| part.name() == name);
+        let part = part.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
+        let memory = Memory {
+            layout: *part.layout(),
+            address: part.ptr(),
+            lowest: part.slot_ptr(),
+            ..whole
+        };
+        let owner = Holding::new("the part", None, memory);
+        Py::new(py, Tensor::of(&owner).add_subclass(Part { owner }))
+    }
+}
+
+#[pymethods]
+impl Part {
+    /// The elements as bytes in row-major order, copied once the data is complete.
+    ///
+    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``; ``ExportError`` for a part
+    /// of a loan.
+    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.owner.bytes(py)
+    }
+
+    /// Gives up this object's part of the memory. Releasing twice is no error.
+    fn release(&self, py: Python<'_>) -> PyResult<()> {
+        let held = self.owner.let_go()?;
+        py.detach(|| drop(held));
+        Ok(())
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.release(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Part({})", self.owner.described())
+    }
+}
+
+/// A received ``Sample`` of several tensors: a mapping of their names to ``Part`` objects. They are
+/// complete together, and go back together, when no part and no array of one is left. As a tensor
+/// itself it is the bytes of its slot.
+#[pyclass(frozen, mapping, extends = Frame, module = "warpipe", name = "SampleParts")]
+#[derive(Debug)]
+pub struct FrameParts {
+    parts: Vec<warpipe::Part>,
+}
+
+impl FrameParts {
+    /// A frame of a sample with these parts.
+    pub fn of(
+        py: Python<'_>,
+        frame: PyClassInitializer<Frame>,
+        parts: Vec<warpipe::Part>,
+    ) -> PyResult<Py<Frame>> {
+        let whole = Bound::new(py, frame.add_subclass(FrameParts { parts }))?;
+        Ok(whole.into_super().unbind())
+    }
+}
+
+#[pymethods]
+impl FrameParts {
+    fn __getitem__(slf: &Bound<'_, FrameParts>, name: &str) -> PyResult<Py<Part>> {
+        let memory = slf.as_super().get().memory()?;
+        Part::find(slf.py(), memory, &slf.get().parts, name)
+    }
+
+    fn __len__(&self) -> usize {
+        self.parts.len()
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        PyTuple::new(py, self.parts.iter().map(warpipe::Part::name))?.try_iter()
+    }
+}
+
+/// The named tensors of a mapping; `None` for anything else.
+pub fn items<'py>(found: &Bound<'py, PyAny>) -> PyResult<Option<Vec<(String, Bound<'py, PyAny>)>>> {
+    match found.cast::<PyMapping>() {
+        Ok(mapping) => mapping.items()?.extract().map(Some),
+        Err(_) => Ok(None),
+    }
+}
+
+/// A stream behind all of these, the last of them.
+pub fn behind_all(streams: Vec<Stream>, own: &Stream) -> Outcome<Stream> {
+    let mut streams = streams.into_iter().rev();
+    let last = streams.next().unwrap_or_else(|| own.clone());
+    streams.try_for_each(|other| last.wait_for(&other))?;
+    Ok(last)
+}
+
+/// A part of a loan, as the target of a copy.
+pub struct PartTarget<'s> {
+    loan: &'s mut SampleMut,
+    name: &'s str,
+    lowest: u64,
+    pub layout: Layout,
+}
+
+impl<'s> PartTarget<'s> {
+    pub fn new(loan: &'s mut SampleMut, name: &'s str) -> Outcome<PartTarget<'s>> {
+        let part = loan.part(name)?;
+        let (lowest, layout) = (part.slot_ptr(), *part.layout());
+        Ok(PartTarget {
+            loan,
+            name,
+            lowest,
+            layout,
+        })
+    }
+}
+
+impl Target for PartTarget<'_> {
+    fn lowest(&self) -> u64 {
+        self.lowest
+    }
+
+    fn bytes(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    fn is_private(&self) -> bool {
+        true
+    }
+
+    fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Outcome<()> {
+        Ok(self.loan.write_part(stream, self.name, bytes)?)
+    }
+}
+
+/// The bytes of a sample, or of one of its parts, that begin at this address.
+pub fn bytes_at(sample: &warpipe::Sample, lowest: u64, layout: &Layout) -> Outcome<Vec<u8>> {
+    let is_it = |part: &&warpipe::Part| part.slot_ptr() == lowest && part.layout() == layout;
+    Ok(match sample.parts().iter().find(is_it) {
+        Some(part) => sample.part_to_vec(part.name(), crate::wait::SLICE)?,
+        None => sample.to_vec(crate::wait::SLICE)?,
+    })
+}

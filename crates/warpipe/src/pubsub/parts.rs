@@ -1,0 +1,277 @@
+//! Several tensors in one sample: its *parts*, each with a name. In the slot they lie one behind
+//! another, each at the next multiple of 256 bytes; others lie where their sender has them. Their
+//! list comes in front of the user's metadata, by `postcard`. It is untrusted: a receiver reads it
+//! once, and computes where in the slot they lie.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::entry::{Metadata, Violation, violation};
+use super::place::Place;
+use super::publisher::SampleMut;
+use crate::backend::DevicePtr;
+use crate::error::{Error, Result};
+use crate::stream::Stream;
+use crate::tensor::{DType, Layout};
+
+/// The most parts of a sample.
+pub const PARTS_MAX: usize = 127;
+
+/// The longest name of a part, in bytes.
+pub const PART_NAME_BYTES_MAX: usize = 128;
+
+/// Parts in a slot begin at multiples of this: what the widest accesses of kernels want.
+const ALIGNMENT: u64 = 256;
+
+/// One tensor of a sample that has several.
+#[derive(Clone)]
+pub struct Part {
+    name: Box<str>,
+    layout: Layout,
+    pub(super) address: DevicePtr,
+    is_in_place: bool,
+}
+
+impl Part {
+    /// Its name, of 1 to [`PART_NAME_BYTES_MAX`] bytes: no other part of the sample has it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its layout, from [`slot_ptr`](Self::slot_ptr) on.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The device address of the element with all indices 0.
+    pub fn ptr(&self) -> DevicePtr {
+        self.address + self.layout.offset()
+    }
+
+    /// The device address of its first byte; it is `layout().bytes()` long.
+    pub fn slot_ptr(&self) -> DevicePtr {
+        self.address
+    }
+
+    /// Whether it lies in memory of its sender's own: see [`SampleMut::add_part_in`].
+    pub fn is_in_place(&self) -> bool {
+        self.is_in_place
+    }
+}
+
+impl fmt::Debug for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {:?}", self.name, self.layout)
+    }
+}
+
+/// The part of this name.
+pub(super) fn find<'p>(parts: &'p [Part], name: &str) -> Result<&'p Part> {
+    parts
+        .iter()
+        .find(|part| *part.name == *name)
+        .ok_or_else(|| {
+            let known: Vec<&str> = parts.iter().map(Part::name).collect();
+            Error::argument("part", format!("{name:?}"), format!("one of {known:?}"))
+        })
+}
+
+/// Where a part of so many bytes lies behind the others, which end at `end`.
+fn behind(end: &mut u64, bytes: u64) -> Option<u64> {
+    let offset = end.checked_next_multiple_of(ALIGNMENT)?;
+    *end = offset
+        .checked_add(bytes)
+        .filter(|&end| end <= i64::MAX as u64)?;
+    Some(offset)
+}
+
+/// Where tensors of these layouts lie in the slot of [`Publisher::loan_parts`](crate::Publisher), in
+/// bytes, and how long that is.
+///
+/// # Errors
+/// [`Error::Layout`] for more than `i64::MAX` bytes.
+pub fn lay_out_parts<'l>(layouts: impl Iterator<Item = &'l Layout>) -> Result<(Vec<u64>, u64)> {
+    let mut end = 0;
+    let offsets: Option<Vec<u64>> = layouts.map(|it| behind(&mut end, it.bytes())).collect();
+    let offsets = offsets.ok_or_else(|| Error::layout("parts of more than 2^63 - 1 bytes"))?;
+    Ok((offsets, end))
+}
+
+/// A part as the list has it.
+#[derive(Serialize, Deserialize)]
+struct ListedPart<'a> {
+    name: &'a str,
+    dtype: DType,
+    shape: Cow<'a, [u64]>,
+    /// The strides and the offset of a layout that is not contiguous.
+    strides: Option<(Cow<'a, [i64]>, u64)>,
+    /// Where it lies, unless in the slot.
+    #[serde(borrow)]
+    place: Option<Place<'a>>,
+}
+
+impl ListedPart<'_> {
+    fn layout(&self) -> Result<Layout> {
+        match &self.strides {
+            None => Layout::contiguous(self.dtype, &self.shape),
+            Some((strides, offset)) => Layout::strided(self.dtype, &self.shape, strides, *offset),
+        }
+    }
+}
+
+/// A part in a list, encoded.
+pub(crate) fn listed(name: &str, layout: &Layout, place: Option<Place<'_>>) -> Vec<u8> {
+    let is_plain = layout.is_contiguous() && layout.offset() == 0;
+    let strides = || (layout.strides().into(), layout.offset());
+    let listed = ListedPart {
+        name,
+        dtype: layout.dtype(),
+        shape: layout.shape().into(),
+        strides: (!is_plain).then(strides),
+        place,
+    };
+    // Numbers and texts can always be serialized.
+    postcard::to_stdvec(&listed).unwrap_or_default()
+}
+
+/// A list of parts that was read from a peer's metadata.
+pub(crate) struct PartList<'a> {
+    /// With address 0 those that have a place.
+    pub(crate) parts: Vec<Part>,
+    /// Of each part.
+    pub(crate) places: Vec<Option<Place<'a>>>,
+    rest: &'a [u8],
+}
+
+impl PartList<'_> {
+    /// The user's, behind the list.
+    pub(crate) fn metadata(&self) -> Metadata {
+        Metadata::new(self.rest).unwrap_or_default()
+    }
+}
+
+/// Reads the list in front of the metadata of a sample, of which the slot has `slot_bytes` bytes
+/// from `slot` on.
+pub(crate) fn read(
+    metadata: &[u8],
+    slot: DevicePtr,
+    slot_bytes: u64,
+) -> Result<PartList<'_>, Violation> {
+    let wrong = |found: String| {
+        let allowed = format!(
+            "1 to {PARTS_MAX} parts, of different names of 1 to {PART_NAME_BYTES_MAX} bytes, \
+             which fill the slot's {slot_bytes} bytes"
+        );
+        violation("parts", found, allowed)
+    };
+    let (listed, rest) = postcard::take_from_bytes::<Vec<ListedPart<'_>>>(metadata)
+        .map_err(|error| wrong(format!("{metadata:02x?} ({error})")))?;
+    let (mut parts, mut places): (Vec<Part>, _) = (Vec::new(), Vec::new());
+    let mut end = 0;
+    for one in listed {
+        let name = one.name;
+        let layout = one
+            .layout()
+            .map_err(|error| wrong(format!("{name:?}: {error}")))?;
+        let address = match &one.place {
+            Some(_) => Some(0),
+            None => behind(&mut end, layout.bytes()).filter(|_| end <= slot_bytes),
+        };
+        let is_new = parts.iter().all(|part| *part.name != *name);
+        let is_named = is_new && (1..=PART_NAME_BYTES_MAX).contains(&name.len());
+        let (Some(offset), true) = (address, is_named && parts.len() < PARTS_MAX) else {
+            return Err(wrong(format!(
+                "{layout:?} {name:?} behind {} others",
+                parts.len()
+            )));
+        };
+        let is_in_place = one.place.is_some();
+        parts.push(Part {
+            name: name.into(),
+            layout,
+            address: if is_in_place { 0 } else { slot + offset },
+            is_in_place,
+        });
+        places.push(one.place);
+    }
+    match parts.is_empty() || end != slot_bytes {
+        true => Err(wrong(format!("{} parts of {end} bytes", parts.len()))),
+        false => Ok(PartList {
+            parts,
+            places,
+            rest,
+        }),
+    }
+}
+
+impl SampleMut {
+    /// Its parts, in the order in which they were added; none of a loan of one tensor.
+    pub fn parts(&self) -> &[Part] {
+        self.parts.as_deref().unwrap_or_default()
+    }
+
+    /// The part of this name.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is none.
+    pub fn part(&self, name: &str) -> Result<&Part> {
+        find(self.parts(), name)
+    }
+
+    /// [`write`](Self::write), of one part.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write) and [`part`](Self::part).
+    pub fn write_part(&mut self, stream: &Stream, name: &str, bytes: &[u8]) -> Result<()> {
+        let Part {
+            layout, address, ..
+        } = *self.part(name)?;
+        self.write_at(stream, (address, &layout), bytes)
+    }
+
+    /// Adds a part to the list, which is the head of the metadata.
+    pub(super) fn add_part(
+        &mut self,
+        name: &str,
+        layout: &Layout,
+        address: DevicePtr,
+        place: Option<Place<'_>>,
+    ) -> Result<()> {
+        let Some(parts) = &mut self.parts else {
+            return Err(Error::argument(
+                "loan",
+                "of one tensor",
+                "one of `loan_parts`",
+            ));
+        };
+        if !(1..=PART_NAME_BYTES_MAX).contains(&name.len()) {
+            let allowed = format!("1 to {PART_NAME_BYTES_MAX} bytes");
+            return Err(Error::argument("part", format!("{name:?}"), allowed));
+        }
+        if parts.iter().any(|part| *part.name == *name) || parts.len() >= PARTS_MAX {
+            let allowed = format!("at most {PARTS_MAX} parts, each with a name of its own");
+            let found = format!("{name:?} behind {} others", parts.len());
+            return Err(Error::argument("part", found, allowed));
+        }
+        let is_in_place = place.is_some();
+        let listed = listed(name, layout, place);
+        let (head, user) = self.metadata.as_bytes().split_at(self.head_bytes.into());
+        // The count, which is one byte.
+        let mut list = vec![parts.len() as u8 + 1];
+        list.extend(head.iter().skip(1).chain(&listed));
+        self.metadata = Metadata::behind(&list, user)?;
+        self.head_bytes = list.len() as u16;
+        parts.push(Part {
+            name: name.into(),
+            layout: *layout,
+            address,
+            is_in_place,
+        });
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;
