@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyIterator, PyMapping, PyTuple};
 use warpipe::{Layout, SampleMut, Stream};
 
 use crate::copies::Target;
-use crate::errors::Outcome;
+use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
 use crate::memory::Memory;
 use crate::tensor::{Holding, Tensor};
@@ -112,6 +112,10 @@ impl FrameParts {
 /// The named tensors of a mapping; `None` for anything else.
 pub fn items<'py>(found: &Bound<'py, PyAny>) -> PyResult<Option<Vec<(String, Bound<'py, PyAny>)>>> {
     match found.cast::<PyMapping>() {
+        Ok(mapping) if mapping.is_empty()? => {
+            let allowed = "at least one named tensor";
+            Err(Fault::argument("tensor", "an empty mapping", allowed).into())
+        }
         Ok(mapping) => mapping.items()?.extract().map(Some),
         Err(_) => Ok(None),
     }

@@ -122,7 +122,7 @@ def test_what_cannot_be_shared_is_copied_with_the_reason_or_refused(link, tensor
     cases = {
         "ordinary host memory" if device.kind == "host" else "cuMemMap": (
             np.arange(4) if device.kind == "host" else warpipe.Memory.allocate(16, device=device), None),
-        "beside its name": (tensor, {"text": "x" * 200}),
+        "that describe tensors": (tensor, {"text": "x" * 4060}),
     }
     if device.kind == "host":
         cases["gathered into a copy"] = (np.asarray(Tensor(device, (8,)).view)[::2], None)

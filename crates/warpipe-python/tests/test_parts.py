@@ -1,0 +1,118 @@
+"""Several tensors in one message: sent as a mapping, filled in place, received as one."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from test_in_place import Tensor
+
+import warpipe
+
+
+def tensors():
+    return {"image": np.arange(48, dtype="u1").reshape(4, 4, 3), "depth": np.arange(16, dtype="f4").reshape(4, 4).T}
+
+
+def equal(frame, sent):
+    assert list(frame) == list(sent) and len(frame) == len(sent)
+    for name, part in frame.items():
+        assert part.dtype == sent[name].dtype.name and part.tobytes() == sent[name].tobytes()
+
+
+def test_a_dict_is_received_as_a_mapping_of_its_tensors(link):
+    publisher, subscriber = link
+    assert publisher.send(tensors(), metadata={"n": 1}) == 1
+    publisher.send(np.arange(3))
+    with subscriber.receive() as frame:
+        assert isinstance(frame, warpipe.SampleParts) and isinstance(frame, warpipe.Sample)
+        assert isinstance(frame, Mapping) and "image" in frame and "other" not in frame
+        assert frame.metadata == {"n": 1} and not frame.in_place and frame.get("other") is None
+        equal(frame, tensors())
+        with pytest.raises(KeyError):
+            frame["other"]
+    with subscriber.receive() as frame:
+        assert not isinstance(frame, Mapping)
+
+
+def test_a_part_keeps_the_memory_and_no_part_is_given_out_after_the_release(link):
+    publisher, subscriber = link
+    publisher.send(tensors())
+    frame = subscriber.receive()
+    part = frame["depth"]
+    frame.release()
+    assert part.tobytes() == tensors()["depth"].tobytes()
+    with pytest.raises(warpipe.ReleasedError):
+        frame["depth"]
+    part.release()
+    with pytest.raises(warpipe.ReleasedError):
+        part.tobytes()
+
+
+def test_a_received_message_is_sent_on_as_it_is(link):
+    publisher, subscriber = link
+    publisher.send(tensors())
+    with subscriber.receive() as first:
+        publisher.send(first)
+    with subscriber.receive() as second:
+        equal(second, tensors())
+
+
+def test_a_loan_of_several_is_filled_by_name(link, device):
+    publisher, subscriber = link
+    with publisher.loan_parts({"a": ((2, 3), "float32"), "b": (4, "int16")}, metadata={"n": 2}) as out:
+        out["a"] = np.full((2, 3), 5, "f4")
+        if device.kind == "host":
+            out["b"].numpy()[:] = 7
+        else:
+            out["b"] = np.full(4, 7, "i2")
+        assert (out["a"].shape, out["b"].dtype) == ((2, 3), "int16")
+        with pytest.raises(warpipe.LayoutError):
+            out["b"] = np.zeros(5, "i2")
+        with pytest.raises(KeyError):
+            out["c"]
+    with subscriber.receive() as frame:
+        assert frame.metadata == {"n": 2}
+        equal(frame, {"a": np.full((2, 3), 5, "f4"), "b": np.full(4, 7, "i2")})
+
+
+def test_tensors_are_sent_where_they_lie_all_or_none(link, device):
+    publisher, subscriber = link
+    first, second = Tensor(device), Tensor(device)
+    for tensor in (first, second):
+        tensor.fill(np.arange(4, dtype=np.int32))
+        tensor.view.wait()
+    sent = {"first": first, "second": second}
+    assert publisher.send(sent, metadata={"n": 3}, zero_copy="require") == 1
+    with subscriber.receive() as frame:
+        assert frame.in_place and frame.metadata == {"n": 3}
+        assert [frame[name].ptr for name in sent] == [first.ptr, second.ptr]
+        equal(frame, dict.fromkeys(sent, np.arange(4, dtype=np.int32)))
+        assert publisher.in_place == 2
+    mixed = {"first": first, "gaps": np.arange(8)[::2]}
+    with pytest.raises(BufferError):
+        publisher.send(mixed, zero_copy="require")
+    with pytest.warns(warpipe.CopyWarning):
+        publisher.send(mixed, zero_copy=True)
+    with subscriber.receive() as frame:
+        assert not frame.in_place
+        frame.wait()
+        equal(frame, {"first": np.arange(4, dtype=np.int32), "gaps": np.arange(8)[::2]})
+    for tensor in (first, second):
+        vars(tensor).clear()
+
+
+def test_long_metadata_travels_beside_the_parts(link):
+    publisher, subscriber = link
+    metadata = {"text": "x" * 3900}
+    publisher.send(tensors(), metadata=metadata)
+    with subscriber.receive() as frame:
+        assert frame.metadata == metadata
+        equal(frame, tensors())
+
+
+@pytest.mark.parametrize("wrong", [{}, {"": np.zeros(1)}, {"n" * 129: np.zeros(1)}, {str(n): b"x" for n in range(128)}])
+def test_names_that_cannot_travel_are_refused_and_nothing_is_sent(link, wrong):
+    publisher, subscriber = link
+    with pytest.raises(warpipe.ArgumentError):
+        publisher.send(wrong)
+    assert subscriber.try_receive() is None
