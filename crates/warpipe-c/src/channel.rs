@@ -250,7 +250,7 @@ pub unsafe extern "C" fn warpipe_publisher_loan(
 }
 
 /// The owner of a tensor that is sent where it lies. Dropped, it calls the caller's function.
-struct Owner(Option<HostCall>);
+pub(crate) struct Owner(pub(crate) Option<HostCall>);
 
 impl Drop for Owner {
     fn drop(&mut self) {

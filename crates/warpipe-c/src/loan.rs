@@ -51,6 +51,14 @@ impl Deref for LoanKind {
 }
 
 impl LoanKind {
+    /// The loan, if it is a publisher's.
+    pub(crate) fn of_publisher(&mut self) -> Result<&mut SampleMut, Failure> {
+        match self {
+            LoanKind::Sample(sample) => Ok(sample),
+            LoanKind::Job(_) => Err(Failure::State("this loan is not a publisher's".into())),
+        }
+    }
+
     pub(crate) fn write(&mut self, stream: &Stream, data: &[u8]) -> Result<(), Failure> {
         match self {
             LoanKind::Sample(sample) => Ok(sample.write(stream, data)?),
@@ -129,7 +137,8 @@ pub unsafe extern "C" fn warpipe_loan_get_info(
     unsafe { read(loan, "info", info, |loan| Ok(info_of(loan))) }
 }
 
-/// Sets bytes that travel with the tensor: up to 256 of a publisher's loan, up to 200 of another.
+/// Sets bytes that travel with the tensor: up to 4,096 of a publisher's loan,
+/// less what describes its parts, or the place of a tensor in place; up to 200 of another.
 ///
 /// `WARPIPE_INVALID_INPUT` for more.
 ///

@@ -30,6 +30,11 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
+        "the parts of a killed publisher's sample are whole together, or lost together",
+        parts_after_a_death,
+    )
+    .ends_clients(),
+    Case::new(
         "complete samples after a killed publisher's incomplete one are received in every policy",
         behind_a_lost_one,
     )
@@ -145,6 +150,28 @@ fn held_samples_survive(context: &Context) -> Result<()> {
         );
     }
     Ok(())
+}
+
+fn parts_after_a_death(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("mortal"))?;
+    let mut subscriber = context.subscriber("mortal")?;
+    let stream = context.stream()?;
+    let mut error_counters = context.error_counters()?;
+    peer.ask(&Order::SendParts(Batch::of(1, WORDS, 1)))?;
+    let slow = Batch::of(1, WORDS, 2).slow(Duration::from_secs(5));
+    peer.ask(&Order::SendParts(slow))?;
+    let whole = subscriber.receive(&stream, PATIENCE)?;
+    ensure!(whole.metadata().len() > 1000, "its metadata came");
+    ensure!(whole.part_to_vec("few", PATIENCE)? == [7; 100]);
+    ensure!(whole.part("words")?.layout().shape() == [WORDS]);
+    ensure!(error_counters.finish(whole)? == 0, "the words are whole");
+    let unfinished = subscriber.receive(&stream, PATIENCE)?;
+    peer.kill()?;
+    match unfinished.part_to_vec("few", PATIENCE) {
+        Err(Error::Lost(Loss::Sample { sequence: 2, .. })) => Ok(()),
+        other => bail!("a part of an unfinished sample gave {other:?}"),
+    }
 }
 
 fn unfinished_samples_are_lost(context: &Context) -> Result<()> {

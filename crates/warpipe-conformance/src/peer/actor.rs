@@ -150,6 +150,7 @@ impl Actor {
                 return Ok(Answer::Number(sequence));
             }
             Order::SendInPlace(batch) => return Ok(Answer::Number(self.send_in_place(batch)?)),
+            Order::SendParts(batch) => return Ok(Answer::Number(self.send_parts(batch)?)),
             Order::SendAside(batch) => {
                 let aside = self.context.stream()?;
                 let sequence = self.send_on(&aside, batch)?;
@@ -312,6 +313,23 @@ impl Actor {
             self.published.push(published);
         }
         stream.synchronize(PATIENCE)?;
+        Ok(sequence)
+    }
+
+    fn send_parts(&mut self, batch: Batch) -> Result<u64> {
+        let stream = self.streams()?.sending.clone();
+        let words = Layout::contiguous(DType::U64, &[batch.words])?;
+        let parts = [("words", words), ("few", Layout::bytes_only(100)?)];
+        let mut sequence = 0;
+        for payload in Self::payloads(batch) {
+            let mut loan = self.publisher()?.loan_parts(&parts)?;
+            // The words lie first in the slot.
+            payload.fill(&mut loan, &stream)?;
+            loan.write_part(&stream, "few", &[7; 100])?;
+            let metadata = [&payload.mark.to_bytes()[..], &[1; 1000]].concat();
+            loan.set_metadata(&metadata)?;
+            sequence = loan.send(&stream)?;
+        }
         Ok(sequence)
     }
 

@@ -226,6 +226,8 @@ pub enum Order {
     SendAndWait(Batch),
     /// The same, each in published memory of its own, where the tensors lie.
     SendInPlace(Batch),
+    /// Send samples of two parts, the words and a few bytes, with long metadata; without waiting.
+    SendParts(Batch),
     /// As [`Order::SendAndWait`], on a stream of its own, whatever the sending stream waits for.
     SendAside(Batch),
     /// Send until killed, or until the orders end. Writes a line `ready N` whenever the data of

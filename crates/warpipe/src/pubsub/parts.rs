@@ -91,7 +91,7 @@ fn behind(end: &mut u64, bytes: u64) -> Option<u64> {
 /// bytes, and how long that is.
 ///
 /// # Errors
-/// [`Error::Layout`] for more than `i64::MAX` bytes.
+/// [`Error::Argument`] for more than `i64::MAX` bytes.
 pub fn lay_out_parts<'l>(layouts: impl Iterator<Item = &'l Layout>) -> Result<(Vec<u64>, u64)> {
     let mut end = 0;
     let offsets: Option<Vec<u64>> = layouts.map(|it| behind(&mut end, it.bytes())).collect();

@@ -181,9 +181,8 @@ impl Publisher {
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) for more than
     /// [`PARTS_MAX`](crate::PARTS_MAX) parts, names that are alike, empty or longer than
-    /// [`PART_NAME_BYTES_MAX`](crate::PART_NAME_BYTES_MAX), and what has no room in the 4,096 bytes
-    /// of a sample's metadata; [`Error::Layout`](crate::Error::Layout) for more than `i64::MAX`
-    /// bytes; as [`loan`](Self::loan).
+    /// [`PART_NAME_BYTES_MAX`](crate::PART_NAME_BYTES_MAX), what has no room in the 4,096 bytes of
+    /// a sample's metadata, and more than `i64::MAX` bytes; as [`loan`](Self::loan).
     pub fn loan_parts(&self, parts: &[(&str, Layout)]) -> Result<SampleMut> {
         self.lend_parts(parts, None)
     }

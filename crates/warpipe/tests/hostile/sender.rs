@@ -15,10 +15,11 @@ use super::stage::{
     send_raw, stream,
 };
 use crate::ipc::domain::EndpointName;
-use crate::ipc::message::{CloseReason, Message, Received, wait_readable};
+use crate::ipc::message::{self, CloseReason, Message, Received, wait_readable};
 use crate::pubsub::entry::{Description, Metadata};
 use crate::pubsub::place::Place;
 use crate::pubsub::ring::SenderRing;
+use crate::shm::page::SharedPage;
 use crate::shm::segment::{Entry, Segment};
 use crate::wait::{OptionalExtension, Wait};
 use crate::{
@@ -124,6 +125,9 @@ const STRIDES: usize = 3;
 
 /// The flag of a tensor that does not lie in its slot.
 const IN_PLACE: u64 = 1 << 60;
+/// That of a sample with parts, and that of long metadata.
+const PARTS: u64 = 1 << 61;
+const LONG_METADATA: u64 = 1 << 62;
 
 type Lie = (&'static str, fn(&Entry));
 
@@ -132,7 +136,7 @@ fn word(entry: &Entry, index: usize, change: impl Fn(u64) -> u64) {
     word.store(change(word.load(Relaxed)), Relaxed);
 }
 
-const LIES: [Lie; 25] = [
+const LIES: [Lie; 28] = [
     ("dtype", |it| word(it, PACKED, |packed| packed | 0x3f << 41)),
     ("dtype", |it| {
         word(it, PACKED, |packed| packed & !(0x1f << 47))
@@ -156,6 +160,14 @@ const LIES: [Lie; 25] = [
     ("place", |it| word(it, PACKED, |packed| packed | IN_PLACE)),
     ("place", |it| {
         word(it, PACKED, |packed| packed & !(0x1ff << 32) | IN_PLACE);
+    }),
+    ("parts", |it| word(it, PACKED, |packed| packed | PARTS)),
+    ("flags", |it| {
+        word(it, PACKED, |packed| packed | IN_PLACE | PARTS)
+    }),
+    // The page was never sent.
+    ("metadata", |it| {
+        word(it, PACKED, |packed| packed & !(0x1ff << 32) | LONG_METADATA)
     }),
     ("slot", |it| word(it, SLOT, |_| REGION_BYTES)),
     ("slot", |it| word(it, SLOT, |_| REGION_BYTES - 999)),
@@ -237,6 +249,27 @@ fn every_invalid_field_of_an_entry_ends_that_link_alone() {
             );
         },
     );
+}
+
+#[test]
+fn a_page_of_metadata_that_comes_twice_or_is_no_page_ends_its_link() {
+    let scratch = Scratch::new();
+    for is_page in [true, false] {
+        let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+        let bytes = fake.segment.cells_bytes();
+        let (_page, fd) = SharedPage::publish(None, bytes).unwrap();
+        let pages = match is_page {
+            true => [fd.as_fd(), fd.as_fd()],
+            false => [fake.segment_fd.as_fd(), fake.segment_fd.as_fd()],
+        };
+        for page in pages {
+            let _ = message::send(fake.socket.as_fd(), &Message::MetadataPage, &[page]);
+        }
+        let error = subscriber.receive(&stream(), LONG).unwrap_err();
+        assert!(matches!(error, Error::Protocol { .. }), "{error}");
+        fake.send(|_| ());
+        assert!(subscriber.receive(&stream(), LONG).is_err());
+    }
 }
 
 #[test]

@@ -1,0 +1,190 @@
+//! Samples and loans of several tensors.
+
+use std::ffi::{CStr, c_char, c_void};
+
+use warpipe::{Layout, Part, Publisher};
+
+use crate::arguments::{fixed, put_list, slice, text};
+use crate::call::{call, make_beside};
+use crate::channel::{Owner, warpipe_publisher};
+use crate::device::{HostCall, warpipe_host_function};
+use crate::failure::{Failure, warpipe_status};
+use crate::handle;
+use crate::layout::{layout_of, warpipe_layout};
+use crate::loan::{LoanKind, warpipe_loan};
+use crate::sample::warpipe_sample;
+use crate::streams::OnDevice;
+use crate::ticket::warpipe_published;
+
+/// The longest name of a part, in bytes.
+pub const WARPIPE_PART_NAME_BYTES_MAX: usize = warpipe::PART_NAME_BYTES_MAX;
+
+/// One tensor of a sample or a loan that has several.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_part {
+    /// Its name, which no other part has, and a zero.
+    pub name: [c_char; WARPIPE_PART_NAME_BYTES_MAX + 1],
+    /// Its layout.
+    pub layout: warpipe_layout,
+    /// The device address of the element with all indices 0. Ignored in an argument.
+    pub data: u64,
+    /// The device address of the first byte of `layout.bytes`. Ignored in an argument.
+    pub slot: u64,
+    /// Whether it lies in its sender's own memory. Ignored in an argument.
+    pub is_in_place: bool,
+}
+
+impl warpipe_part {
+    fn of(part: &Part) -> warpipe_part {
+        warpipe_part {
+            name: fixed(part.name()),
+            layout: warpipe_layout::of(part.layout()),
+            data: part.ptr(),
+            slot: part.slot_ptr(),
+            is_in_place: part.is_in_place(),
+        }
+    }
+
+    fn name(&self) -> Result<&str, Failure> {
+        // The same bytes, whatever the sign of C's characters.
+        let bytes = self.name.map(|byte| byte as u8);
+        let length = CStr::from_bytes_until_nul(&bytes).map(|name| name.count_bytes());
+        let wrong = || Failure::argument("name", "a name without an end, or not UTF-8", "a text");
+        let length = length.map_err(|_| wrong())?;
+        // SAFETY: so many bytes of the array, of the same size.
+        let name = unsafe { slice("name", self.name.as_ptr().cast::<u8>(), length) }?;
+        std::str::from_utf8(name).map_err(|_| wrong())
+    }
+}
+
+/// Lends memory for several tensors, which `warpipe_loan_send` sends as one sample: `parts` has the
+/// names and layouts of `count` of them. Each begins at a multiple of 256 bytes; the loan's own
+/// layout is that of all their bytes. `warpipe_loan_list_parts` says where they lie.
+///
+/// `WARPIPE_INVALID_INPUT` for names that are alike, empty or no UTF-8, and for more than 127 parts,
+/// or more names and layouts than a sample's metadata has room for; as `warpipe_publisher_loan`.
+///
+/// # Safety
+/// `parts` is the address of `count` structures. The rest as for `warpipe_publisher_loan`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_loan_parts(
+    publisher: *const warpipe_publisher,
+    parts: *const warpipe_part,
+    count: usize,
+    loan: *mut *mut warpipe_loan,
+) -> warpipe_status {
+    let take = |found: &mut <warpipe_publisher as handle::Handle>::Guard| {
+        // SAFETY: the caller's promise.
+        let parts = unsafe { slice("parts", parts, count) }?;
+        let named = parts
+            .iter()
+            .map(|part| Ok((part.name()?, part.layout.check()?)));
+        let named: Vec<(&str, Layout)> = named.collect::<Result<_, Failure>>()?;
+        let publisher: &Publisher = &found.object;
+        Ok(LoanKind::Sample(publisher.loan_parts(&named)?))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_beside(publisher, "loan", loan, take) }
+}
+
+/// Adds a part to a loan of `warpipe_publisher_loan_parts`: it is sent where it lies. With `memory`
+/// it begins at byte `offset` of that, as for `warpipe_publisher_loan_in`; without, `offset` is the
+/// device address of its first byte, as for `warpipe_publisher_loan_at`. `release(argument)` is
+/// called once, as for those, also if this call fails.
+///
+/// Fails as those do, and with `WARPIPE_INVALID_INPUT` for another loan.
+///
+/// # Safety
+/// `name` is a text. The rest as for those.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_add_part(
+    loan: *mut warpipe_loan,
+    name: *const c_char,
+    memory: *const warpipe_published,
+    offset: u64,
+    layout: *const warpipe_layout,
+    release: warpipe_host_function,
+    argument: *mut c_void,
+) -> warpipe_status {
+    // SAFETY: the caller's promise.
+    let owner = Owner(unsafe { HostCall::new(release, argument) });
+    call(loan, |lent| {
+        // SAFETY: the caller's promises.
+        let (name, layout) = unsafe { (text("name", name)?, layout_of(layout)?) };
+        let sample = lent.object.of_publisher()?;
+        let Some(memory) = handle::find_optional(memory)? else {
+            // SAFETY: the caller's promise.
+            return Ok(unsafe { sample.add_part_at(name, offset, &layout, owner) }?);
+        };
+        Ok(sample.add_part_in(name, &memory, offset, &layout, owner)?)
+    })
+}
+
+/// `warpipe_loan_write`, of the part of this name.
+///
+/// `WARPIPE_INVALID_INPUT` if there is none; as `warpipe_loan_write`.
+///
+/// # Safety
+/// `name` is a text. The rest as for `warpipe_loan_write`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_write_part(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    name: *const c_char,
+    data: *const c_void,
+    bytes: usize,
+) -> warpipe_status {
+    call(loan, |lent| {
+        // SAFETY: the caller's promises.
+        let (name, data) = unsafe { (text("name", name)?, slice("data", data.cast(), bytes)?) };
+        let OnDevice { object, streams } = &mut **lent;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { streams.get(stream) }?;
+        Ok(object.of_publisher()?.write_part(&stream, name, data)?)
+    })
+}
+
+/// Lists the parts of a loan, at most `capacity` of them; none of a loan of one tensor. `*count`
+/// becomes the number of all.
+///
+/// # Safety
+/// `parts` is the address of `capacity` structures, `count` that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_list_parts(
+    loan: *const warpipe_loan,
+    parts: *mut warpipe_part,
+    capacity: usize,
+    count: *mut usize,
+) -> warpipe_status {
+    let all = ("parts", parts, capacity);
+    // SAFETY: the caller's promises.
+    call(loan, |lent| unsafe {
+        put_list(all, count, lent.parts().iter().map(warpipe_part::of))
+    })
+}
+
+/// Lists the parts of a sample, at most `capacity` of them; none of a sample of one tensor. `*count`
+/// becomes the number of all.
+///
+/// # Safety
+/// `parts` is the address of `capacity` structures, `count` that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_list_parts(
+    sample: *const warpipe_sample,
+    parts: *mut warpipe_part,
+    capacity: usize,
+    count: *mut usize,
+) -> warpipe_status {
+    let all = ("parts", parts, capacity);
+    call(sample, |found| {
+        // SAFETY: the caller's promises.
+        unsafe {
+            put_list(
+                all,
+                count,
+                found.sample.parts().iter().map(warpipe_part::of),
+            )
+        }
+    })
+}
