@@ -55,6 +55,8 @@ struct DLManagedTensorVersioned;
 // The most bytes of a member's role, without the zero at its end.
 #define WARPIPE_ROLE_BYTES_MAX 64
 
+
+
 // The largest value that can be signalled or waited for, 2^63 - 2.
 #define WARPIPE_TIMELINE_VALUE_MAX 9223372036854775806
 
@@ -262,6 +264,9 @@ typedef struct warpipe_members warpipe_members;
 // A range of device memory: allocated by this process, opened by a ticket, a descriptor or a
 // legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it.
 typedef struct warpipe_memory warpipe_memory;
+
+// One tensor of a sample or a loan that has several.
+typedef struct warpipe_part warpipe_part;
 
 // A request without a reply. Any number of threads may use it; one of them gets the reply.
 typedef struct warpipe_pending warpipe_pending;
@@ -1717,7 +1722,8 @@ warpipe_status warpipe_legacy_close(warpipe_memory *memory, uint64_t timeout_ns)
 // Requires: info is the address of such a structure.
 warpipe_status warpipe_loan_get_info(const warpipe_loan *loan, warpipe_loan_info *info);
 
-// Sets bytes that travel with the tensor: up to 256 of a publisher's loan, up to 200 of another.
+// Sets bytes that travel with the tensor: up to 4,096 of a publisher's loan,
+// less what describes its parts, or the place of a tensor in place; up to 200 of another.
 //
 // WARPIPE_INVALID_INPUT for more.
 //
@@ -1942,6 +1948,64 @@ warpipe_status warpipe_memory_free_on(warpipe_memory *memory, void *stream);
 // that other processes have open, or that is published, stays theirs. A block returns to its pool.
 // Null is ignored.
 warpipe_status warpipe_memory_close(warpipe_memory *memory);
+
+// Lends memory for several tensors, which warpipe_loan_send sends as one sample: parts has the
+// names and layouts of count of them. Each begins at a multiple of 256 bytes; the loan's own
+// layout is that of all their bytes. warpipe_loan_list_parts says where they lie.
+//
+// WARPIPE_INVALID_INPUT for names that are alike, empty or no UTF-8, and for more than 127 parts,
+// or more names and layouts than a sample's metadata has room for; as warpipe_publisher_loan.
+//
+// Requires: parts is the address of count structures. The rest as for warpipe_publisher_loan.
+warpipe_status warpipe_publisher_loan_parts(const warpipe_publisher *publisher,
+                                            const warpipe_part *parts,
+                                            size_t count,
+                                            warpipe_loan **loan);
+
+// Adds a part to a loan of warpipe_publisher_loan_parts: it is sent where it lies. With memory
+// it begins at byte offset of that, as for warpipe_publisher_loan_in; without, offset is the
+// device address of its first byte, as for warpipe_publisher_loan_at. release(argument) is
+// called once, as for those, also if this call fails.
+//
+// Fails as those do, and with WARPIPE_INVALID_INPUT for another loan.
+//
+// Requires: name is a text. The rest as for those.
+warpipe_status warpipe_loan_add_part(warpipe_loan *loan,
+                                     const char *name,
+                                     const warpipe_published *memory,
+                                     uint64_t offset,
+                                     const warpipe_layout *layout,
+                                     warpipe_host_function release,
+                                     void *argument);
+
+// warpipe_loan_write, of the part of this name.
+//
+// WARPIPE_INVALID_INPUT if there is none; as warpipe_loan_write.
+//
+// Requires: name is a text. The rest as for warpipe_loan_write.
+warpipe_status warpipe_loan_write_part(warpipe_loan *loan,
+                                       void *stream,
+                                       const char *name,
+                                       const void *data,
+                                       size_t bytes);
+
+// Lists the parts of a loan, at most capacity of them; none of a loan of one tensor. *count
+// becomes the number of all.
+//
+// Requires: parts is the address of capacity structures, count that of a number.
+warpipe_status warpipe_loan_list_parts(const warpipe_loan *loan,
+                                       warpipe_part *parts,
+                                       size_t capacity,
+                                       size_t *count);
+
+// Lists the parts of a sample, at most capacity of them; none of a sample of one tensor. *count
+// becomes the number of all.
+//
+// Requires: parts is the address of capacity structures, count that of a number.
+warpipe_status warpipe_sample_list_parts(const warpipe_sample *sample,
+                                         warpipe_part *parts,
+                                         size_t capacity,
+                                         size_t *count);
 
 // Makes a pool of name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /). options
 // may be null.
