@@ -185,7 +185,7 @@ pub fn legacy_raw() {
         Ok(()),
         Err(Error::Handle {
             what: "legacy handle",
-            fault: HandleFault::NotOpen { ptr },
+            fault: HandleFault::NotOpen(ptr),
         }),
     ] = closes
     else {

@@ -31,12 +31,9 @@ pub enum DeviceFault {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HandleFault {
-    /// It does not begin as any of the library's handles does.
-    #[error("it does not begin as {wanted} does")]
-    NoHandle {
-        /// The kind that was expected, with its article.
-        wanted: &'static str,
-    },
+    /// It does not begin as any of the library's handles does; with the expected kind's article.
+    #[error("it does not begin as {0} does")]
+    NoHandle(&'static str),
     /// It names something of another kind.
     #[error("it is {found}, not {wanted}")]
     OtherKind {
@@ -53,12 +50,9 @@ pub enum HandleFault {
         /// The version of this library.
         ours: u16,
     },
-    /// It is longer than any may be.
-    #[error("it is longer than {limit} bytes")]
-    Oversized {
-        /// The limit.
-        limit: usize,
-    },
+    /// It is longer than any may be: than so many bytes.
+    #[error("it is longer than {0} bytes")]
+    Oversized(usize),
     /// It was cut short or changed in transit.
     #[error("it was cut short or changed on its way ({0})")]
     Damaged(&'static str),
@@ -115,12 +109,9 @@ pub enum HandleFault {
         /// The device's error.
         reason: String,
     },
-    /// An address that is not open (any more).
-    #[error("nothing is open at {ptr:#x}")]
-    NotOpen {
-        /// The address.
-        ptr: u64,
-    },
+    /// This address is not open (any more).
+    #[error("nothing is open at {0:#x}")]
+    NotOpen(u64),
 }
 
 /// Why a ticket's memory is not available.
@@ -157,18 +148,12 @@ pub enum HandshakeFault {
     /// The bytes are not a handshake of this library at all.
     #[error("it is not a warpipe endpoint (the greeting does not begin with the magic bytes)")]
     Magic,
-    /// A message shorter than its contents.
-    #[error("a message of {bytes} bytes is cut short or garbled")]
-    Garbled {
-        /// Its length.
-        bytes: usize,
-    },
-    /// A message longer than any message may be.
-    #[error("a message is longer than {limit} bytes")]
-    Oversized {
-        /// The limit.
-        limit: usize,
-    },
+    /// A message of so many bytes is shorter than its contents.
+    #[error("a message of {0} bytes is cut short or garbled")]
+    Garbled(usize),
+    /// A message longer than any message may be: than so many bytes.
+    #[error("a message is longer than {0} bytes")]
+    Oversized(usize),
     /// A message that is not allowed at this point.
     #[error("{found} came where {wanted} was due")]
     Unexpected {

@@ -178,25 +178,21 @@ fn of_device(fault: DeviceFault) -> &'static str {
 
 /// The next step after a call that the system refused, or empty.
 fn of_system(call: &str, error: &io::Error) -> &'static str {
-    match error.raw_os_error() {
-        Some(libc::EMFILE | libc::ENFILE) => "raise the limit with `ulimit -n`, or close something",
-        Some(libc::ETOOMANYREFS) => "raise it with `ulimit -n`, or end some of the processes",
-        _ => of_kind(call, error.kind()),
-    }
-}
-
-fn of_kind(call: &str, kind: ErrorKind) -> &'static str {
-    match kind {
-        ErrorKind::FileTooLarge => FILE_SIZE,
-        ErrorKind::StorageFull => "remove files there, or choose a directory elsewhere",
-        ErrorKind::ReadOnlyFilesystem => "choose a directory that can be written to",
-        ErrorKind::PermissionDenied if call.starts_with("open") => {
+    match (error.raw_os_error(), error.kind()) {
+        (Some(libc::EMFILE | libc::ENFILE), _) => {
+            "raise the limit with `ulimit -n`, or close something"
+        }
+        (Some(libc::ETOOMANYREFS), _) => "raise it with `ulimit -n`, or end some of the processes",
+        (_, ErrorKind::FileTooLarge) => FILE_SIZE,
+        (_, ErrorKind::StorageFull) => "remove files there, or choose a directory elsewhere",
+        (_, ErrorKind::ReadOnlyFilesystem) => "choose a directory that can be written to",
+        (_, ErrorKind::PermissionDenied) if call.starts_with("open") => {
             "see the permissions of it, and of the folders above it"
         }
         _ if call == "dlopen" => {
             "correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
         }
-        ErrorKind::WouldBlock if call == "clone" => {
+        (_, ErrorKind::WouldBlock) if call == "clone" => {
             "raise the limit of processes and threads (`ulimit -u`, or a container's limit of pids)"
         }
         _ => "",
@@ -315,7 +311,7 @@ fn of_handle(fault: &HandleFault) -> &'static str {
     match fault {
         HandleFault::Version { .. } => ONE_VERSION,
         HandleFault::OtherKind { .. } => "open it as what it is",
-        HandleFault::NoHandle { .. } | HandleFault::Oversized { .. } | HandleFault::Damaged(_) => {
+        HandleFault::NoHandle(_) | HandleFault::Oversized(_) | HandleFault::Damaged(_) => {
             "pass it on whole, as it was exported"
         }
         HandleFault::Expired { .. } => "get a new ticket from its owner",
@@ -325,7 +321,7 @@ fn of_handle(fault: &HandleFault) -> &'static str {
         HandleFault::Dropped => "ask for a handle of a new one",
         HandleFault::Range { .. } => "export a range that does",
         HandleFault::Refused(_) | HandleFault::Stale { .. } => "export it again",
-        HandleFault::NotOpen { .. } => "close what was opened, once",
+        HandleFault::NotOpen(_) => "close what was opened, once",
     }
 }
 

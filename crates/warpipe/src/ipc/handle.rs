@@ -77,7 +77,7 @@ impl HandleKind {
                 wanted,
                 found: found.name(),
             },
-            None => HandleFault::NoHandle { wanted },
+            None => HandleFault::NoHandle(wanted),
         }
     }
 }
@@ -105,14 +105,12 @@ pub(crate) fn from_bytes<T: DeserializeOwned>(
     bytes: &[u8],
 ) -> Result<T, HandleFault> {
     if bytes.len() > BYTES_MAX {
-        return Err(HandleFault::Oversized { limit: BYTES_MAX });
+        return Err(HandleFault::Oversized(BYTES_MAX));
     }
     let cut = HandleFault::Damaged("it was cut short");
     let (&[m0, m1, m2, code, v0, v1], _) = bytes.split_first_chunk().ok_or(cut.clone())?;
     if [m0, m1, m2] != MAGIC {
-        return Err(HandleFault::NoHandle {
-            wanted: kind.name(),
-        });
+        return Err(HandleFault::NoHandle(kind.name()));
     }
     if code != kind.code() {
         return Err(kind.other(|found| code == found.code()));
@@ -148,9 +146,7 @@ pub(crate) fn from_text<T: DeserializeOwned>(
     text: &str,
 ) -> Result<T, HandleFault> {
     if text.len() > TEXT_BYTES_MAX {
-        return Err(HandleFault::Oversized {
-            limit: TEXT_BYTES_MAX,
-        });
+        return Err(HandleFault::Oversized(TEXT_BYTES_MAX));
     }
     let text = text.trim_ascii();
     let digits = text
@@ -283,11 +279,8 @@ mod tests {
         assert_eq!(refused, Err(HandleFault::OtherKind { wanted, found }));
         let mut unknown = other.clone();
         unknown[3] = b'?';
-        assert_eq!(read(&unknown), Err(HandleFault::NoHandle { wanted }));
-        assert_eq!(
-            read(b"a text of yours"),
-            Err(HandleFault::NoHandle { wanted })
-        );
+        assert_eq!(read(&unknown), Err(HandleFault::NoHandle(wanted)));
+        assert_eq!(read(b"a text of yours"), Err(HandleFault::NoHandle(wanted)));
 
         let mut newer = to_bytes(KIND, &(7u32, "x"));
         newer[4..6].copy_from_slice(&9u16.to_le_bytes());
@@ -297,12 +290,12 @@ mod tests {
         let limit = BYTES_MAX;
         assert_eq!(
             read(&[0; BYTES_MAX + 1]),
-            Err(HandleFault::Oversized { limit })
+            Err(HandleFault::Oversized(limit))
         );
         let long = "x".repeat(TEXT_BYTES_MAX + 1);
         let limit = TEXT_BYTES_MAX;
         let refused = from_text::<(u32, String)>(KIND, &long);
-        assert_eq!(refused, Err(HandleFault::Oversized { limit }));
+        assert_eq!(refused, Err(HandleFault::Oversized(limit)));
     }
 
     #[test]

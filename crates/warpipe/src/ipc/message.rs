@@ -278,9 +278,7 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let brings_descriptors = flags.contains(ReturnFlags::CTRUNC);
     let fault = |fault| Error::handshake(name, fault);
     if flags.contains(ReturnFlags::TRUNC) {
-        return Err(fault(HandshakeFault::Oversized {
-            limit: PACKET_BYTES_MAX,
-        }));
+        return Err(fault(HandshakeFault::Oversized(PACKET_BYTES_MAX)));
     }
     if bytes == 0 && !brings_descriptors {
         return Ok(Received::End);
@@ -408,9 +406,7 @@ pub(crate) fn take_lifeline(fds: &mut Vec<PeerFd>) -> Result<[PeerFd; LIFELINE],
 }
 
 pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
-    let garbled = HandshakeFault::Garbled {
-        bytes: packet.len(),
-    };
+    let garbled = HandshakeFault::Garbled(packet.len());
     let Some((frame, body)) = packet.split_at_checked(FRAME_BYTES) else {
         return Err(garbled);
     };

@@ -172,7 +172,7 @@ fn temporary_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result
 /// The error of a file that cannot hold a ticket.
 fn no_text() -> Error {
     let wanted = "a ticket";
-    Error::handle("ticket", HandleFault::NoHandle { wanted })
+    Error::handle("ticket", HandleFault::NoHandle(wanted))
 }
 
 #[cfg(test)]

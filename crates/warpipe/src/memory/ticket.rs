@@ -385,10 +385,10 @@ mod tests {
         };
         matches!(
             fault,
-            HandleFault::NoHandle { .. }
+            HandleFault::NoHandle(_)
                 | HandleFault::OtherKind { .. }
                 | HandleFault::Version { .. }
-                | HandleFault::Oversized { .. }
+                | HandleFault::Oversized(_)
                 | HandleFault::Damaged(_)
         )
     }

@@ -89,7 +89,8 @@ pub(super) fn eventually(is_so: impl Fn() -> bool) -> bool {
 }
 
 fn is_limit<T: std::fmt::Debug>(result: crate::Result<T>) -> bool {
-    matches!(result, Err(Error::Limit(LimitFault::Memory { used, limit, .. })) if used == limit && limit == 2 * MIB)
+    matches!(result, Err(Error::Limit(LimitFault::Memory { used, limit, .. }))
+        if used == limit && limit == 2 * MIB)
 }
 
 #[test]

@@ -331,7 +331,8 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
     let keeper = stage.keeper();
     let damaged = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
-        matches!(&damaged, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. }) if *tensors == ["b"]),
+        matches!(&damaged, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. })
+            if *tensors == ["b"]),
         "{damaged}"
     );
     assert!(
@@ -468,7 +469,8 @@ fn every_damaged_tensor_is_listed() {
     stream.synchronize(WAIT).unwrap();
     let damaged = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
-        matches!(&damaged, Error::Weights(WeightsFault::Unverified { tensors, .. }) if *tensors == ["a", "b"]),
+        matches!(&damaged, Error::Weights(WeightsFault::Unverified { tensors, .. })
+            if *tensors == ["a", "b"]),
         "{damaged}"
     );
 }

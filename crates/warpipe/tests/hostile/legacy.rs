@@ -308,7 +308,7 @@ fn opened_memory_can_be_neither_exported_again_nor_closed_twice() {
             Ok(()),
             Err(Error::Handle {
                 what: "legacy handle",
-                fault: HandleFault::NotOpen { ptr },
+                fault: HandleFault::NotOpen(ptr),
             }),
         ] = closes
         else {

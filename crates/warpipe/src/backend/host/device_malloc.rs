@@ -229,7 +229,7 @@ impl DeviceMalloc {
         let mut opened = self.opened.lock();
         let entry = opened
             .get_mut(&base)
-            .ok_or_else(|| Error::legacy(HandleFault::NotOpen { ptr: base }))?;
+            .ok_or_else(|| Error::legacy(HandleFault::NotOpen(base)))?;
         entry.times -= 1;
         if entry.times > 0 {
             return Ok(0);

@@ -43,10 +43,10 @@ fn sample() -> (Plain, LegacyHandle) {
 fn is_of_the_text(fault: &HandleFault) -> bool {
     matches!(
         fault,
-        HandleFault::NoHandle { .. }
+        HandleFault::NoHandle(_)
             | HandleFault::OtherKind { .. }
             | HandleFault::Version { .. }
-            | HandleFault::Oversized { .. }
+            | HandleFault::Oversized(_)
             | HandleFault::Damaged(_)
     )
 }

@@ -144,7 +144,7 @@ impl PublisherCore {
                     subscriber: device.to_string(),
                 })
             }
-            (_, body) => Err(HandshakeFault::Garbled { bytes: body.len() }),
+            (_, body) => Err(HandshakeFault::Garbled(body.len())),
         }
     }
 

@@ -311,7 +311,8 @@ fn a_path_that_is_no_regular_file_is_refused_without_waiting() {
     for path in [fifo.as_path(), Path::new("/dev/zero")] {
         let refused = Source::open([path]).unwrap_err();
         assert!(
-            matches!(&refused, Error::Weights(WeightsFault::File { fault, .. }) if fault.text.starts_with("it is neither")),
+            matches!(&refused, Error::Weights(WeightsFault::File { fault, .. })
+                if fault.text.starts_with("it is neither")),
             "{refused}"
         );
     }

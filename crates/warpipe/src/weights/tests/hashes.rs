@@ -69,7 +69,8 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     );
     let told = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
-        matches!(&told, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. }) if tensors.is_empty()),
+        matches!(&told, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. })
+            if tensors.is_empty()),
         "{told}"
     );
     assert_eq!(keeper.version().unwrap(), Some(2), "it stays offered");
@@ -78,7 +79,8 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     assert_eq!(keeper.candidate().unwrap(), Some(2));
     let told = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
-        matches!(&told, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. }) if tensors.is_empty()),
+        matches!(&told, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. })
+            if tensors.is_empty()),
         "{told}"
     );
     assert_eq!(

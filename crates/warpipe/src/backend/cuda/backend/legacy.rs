@@ -173,7 +173,7 @@ impl Ipc for CudaBackend {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
         let mut opened = self.ipc_handles.opened.locked();
-        let not_open = || Error::legacy(HandleFault::NotOpen { ptr: base });
+        let not_open = || Error::legacy(HandleFault::NotOpen(base));
         let entry = opened.get_mut(&base).ok_or_else(not_open)?;
         entry.times -= 1;
         if entry.times == 0 {
