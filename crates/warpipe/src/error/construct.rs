@@ -47,9 +47,8 @@ impl Error {
     /// Whether the process, the system or this user has no descriptor left, or none in flight: an
     /// [`Error::Os`] with `EMFILE`, `ENFILE` or `ETOOMANYREFS`.
     pub fn is_descriptor_limit(&self) -> bool {
-        const CODES: [i32; 3] = [libc::EMFILE, libc::ENFILE, libc::ETOOMANYREFS];
-        let code = |source: &io::Error| source.raw_os_error();
-        matches!(self, Error::Os { source, .. } if code(source).is_some_and(|c| CODES.contains(&c)))
+        let codes = [libc::EMFILE, libc::ENFILE, libc::ETOOMANYREFS].map(Some);
+        matches!(self, Error::Os { source, .. } if codes.contains(&source.raw_os_error()))
     }
 
     /// Whether the device was reset, which has released all that was made on it.
