@@ -147,7 +147,8 @@ def main():
             say("machine", name=run.machine.name)
             daemon, first = run.daemon(), run.worker("first")
             run.transfers(first, "one worker")
-            prefix = ["unshare", "--pid", "--fork"]
+            # CUDA looks itself up in /proc.
+            prefix = ["unshare", "--pid", "--fork", "--mount-proc"]
             if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
                 run.transfers(run.worker("namespace", prefix=prefix), "a worker in another PID namespace")
             run.deaths(daemon, first)

@@ -55,6 +55,15 @@ DeviceCopy device_copy(nixl_xfer_op_t op, std::uint64_t local, std::uint64_t rem
   return op == NIXL_READ ? DeviceCopy{local, remote, bytes} : DeviceCopy{remote, local, bytes};
 }
 
+// Adds to the last copy what continues it: each copy is a call of the driver.
+void add(std::vector<DeviceCopy> &copies, const DeviceCopy &next) {
+  if (!copies.empty() && copies.back().to + copies.back().bytes == next.to &&
+      copies.back().from + copies.back().bytes == next.from)
+    copies.back().bytes += next.bytes;
+  else
+    copies.push_back(next);
+}
+
 } // namespace
 
 Engine::Engine(const nixlBackendInitParams *init)
@@ -251,7 +260,7 @@ std::unique_ptr<GpuTransfer> Engine::gpu_transfer(nixl_xfer_op_t op, const nixl_
     if (!mapping)
       mapping = memory.mapped_on(*copier);
     const std::uint64_t there = mapping->info().data + (remote[at].addr - memory.address());
-    copies.push_back(device_copy(op, local[at].addr, there, local[at].len));
+    add(copies, device_copy(op, local[at].addr, there, local[at].len));
   }
   std::vector<std::shared_ptr<warpipe::Memory>> kept;
   for (auto &[memory, mapping] : mappings)
@@ -263,7 +272,7 @@ void Engine::copy_here(nixl_xfer_op_t op, const nixl_meta_dlist_t &local,
                        const nixl_meta_dlist_t &remote) const {
   std::vector<DeviceCopy> copies;
   for (int at = 0; at < local.descCount(); ++at)
-    copies.push_back(device_copy(op, local[at].addr, remote[at].addr, local[at].len));
+    add(copies, device_copy(op, local[at].addr, remote[at].addr, local[at].len));
   if (local.getType() == DRAM_SEG) {
     for (const DeviceCopy &copy : copies)
       std::memmove(reinterpret_cast<void *>(copy.to), reinterpret_cast<const void *>(copy.from),

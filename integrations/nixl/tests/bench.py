@@ -1,15 +1,17 @@
 """What a transfer between two processes takes, beside a device copy of the same bytes and NIXL's own UCX.
 
-    python bench.py [--gpus 2] [--mib 1024] [--pieces 64] [--rounds 30]
+    python bench.py [--gpus 2] [--mib 1024] [--pieces 64] [--scattered] [--rounds 30]
 
 Without --gpus the memory is the host's. Each round does the copy, then a write and a read of each backend, so that a slow
-moment of the machine counts for all. Prints a line of JSON with the medians.
+moment of the machine counts for all; each first without a clock, since a GPU that other processes have used takes a turn of
+its time slices to begin. --scattered: no piece continues the one before. Prints a line of JSON with the medians.
 """
 
 import argparse
 import json
 import logging
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -23,14 +25,17 @@ FIRST_ROUNDS = 3
 class Side:
     """An agent of this process, and one of another that it transfers to and from."""
 
-    def __init__(self, backend, count, pieces, gpus):
+    def __init__(self, backend, count, pieces, gpus, scattered):
         self.backend, kind = backend, "DRAM" if gpus == 0 else "VRAM"
-        here, there = (None, None) if gpus == 0 else (0, gpus - 1)
-        self.target = Process("target", count, pieces, value=7, gpu=there, backend=backend)
+        gpu, other = (None, None) if gpus == 0 else (0, gpus - 1)
+        self.target = Process("target", count, pieces, value=7, gpu=other, backend=backend)
         self.agent = new_agent("initiator", backend)
-        self.memory = Memory(self.agent, count, pieces, value=1, gpu=here)
+        self.memory = Memory(self.agent, count, pieces, value=1, gpu=gpu)
         name = self.agent.add_remote_agent(self.target.metadata)
-        remote = self.agent.get_xfer_descs(self.target.tuples, kind)
+        there = list(self.target.tuples)
+        if scattered:
+            random.Random(1).shuffle(there)
+        remote = self.agent.get_xfer_descs(there, kind)
         local = self.memory.descriptors()
         self.handles = {
             operation: self.agent.initialize_xfer(operation, local, remote, name) for operation in ("WRITE", "READ")
@@ -70,12 +75,13 @@ def main():
     parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=0)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--pieces", type=int, default=64)
+    parser.add_argument("--scattered", action="store_true")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     logging.disable(logging.INFO)
     os.environ.setdefault("WARPIPE_DOMAIN", tempfile.mkdtemp(prefix="nixl-bench-"))
     count = options.mib << 20
-    sides = [Side(backend, count, options.pieces, options.gpus) for backend in BACKENDS]
+    sides = [Side(backend, count, options.pieces, options.gpus, options.scattered) for backend in BACKENDS]
     ways = {}
     if options.gpus:
         ways["device copy"] = bare_copy(sides[0], count, options.gpus)
@@ -86,6 +92,7 @@ def main():
     took = {way: [] for way in ways}
     for turn in range(FIRST_ROUNDS + options.rounds):
         for way, seconds in ways.items():
+            seconds()
             one = seconds()
             if turn >= FIRST_ROUNDS:
                 took[way].append(one)
@@ -96,6 +103,7 @@ def main():
         "gpus": options.gpus,
         "mib": options.mib,
         "pieces": options.pieces,
+        "scattered": options.scattered,
         "rounds": options.rounds,
         "median_us": {way: round(seconds * 1e6, 1) for way, seconds in medians.items()},
         "gb_per_s": {way: round(count / seconds / 1e9, 1) for way, seconds in medians.items()},
