@@ -28,12 +28,15 @@ def test_the_benchmark_of_queues_compares_both_ways_and_kills_receivers(tmp_path
         assert run["status"] == "measured", run
         assert [trip["bytes"] for trip in run["trips"]] == torch_queue.QUICK_SIZES
         assert all(0 < trip["ns"]["p50"] <= trip["ns"]["max"] for trip in run["trips"])
-        assert all(trip["ns"]["count"] == torch_queue.QUICK_TURNS for trip in run["trips"])
+        trips = torch_queue.QUICK_ROUNDS * torch_queue.QUICK_TURNS
+        assert all(trip["ns"]["count"] == trips for trip in run["trips"])
+        assert all(len(trip["rounds"]) == torch_queue.QUICK_ROUNDS for trip in run["trips"])
         assert [round["killed"] for round in run["kills"]] == [2, 4]
         assert all(round["state"]["shared nbytes"] == 0 for round in run["kills"])
     if DEVICE == "host":
         assert runs["host", "plain"]["status"] == "measured" and not runs["host", "plain"]["kills"]
         assert len(report["figures"]) == len(torch_queue.QUICK_SIZES)
+    assert all(0 < figure["ratios"][0] <= figure["ratios"][1] for figure in report["figures"])
     assert all(figure["ours"] > 0 and figure["floor"] > 0 for figure in report["figures"])
     assert report["quick"] and report["ended"] is None
 

@@ -189,8 +189,19 @@ def _behind(index: int) -> Any:
     return _torch().cuda.Stream(index)
 
 
+@functools.cache
 def _torch() -> Any:
     return importlib.import_module("torch")
+
+
+@functools.cache
+def _weak_reference() -> Any:
+    return importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
+
+
+@functools.cache
+def _host_uuid() -> str:
+    return _warpipe.Device("host").uuid
 
 
 class _Storage:
@@ -363,7 +374,7 @@ def _place(uuid: str) -> Any:
 
 def _rebuild_storage(fields: tuple[Any, ...]) -> Any:
     token = Token(*fields)
-    if token.device != _warpipe.Device("host").uuid:
+    if token.device != _host_uuid():
         try:
             # In a forked child it says that CUDA is not for one, and what to use.
             _torch().cuda.init()
@@ -375,7 +386,7 @@ def _rebuild_storage(fields: tuple[Any, ...]) -> Any:
 def _opened(memory: Any) -> Opened:
     torch = _torch()
     storage = memory.torch().untyped_storage()
-    weak = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef(storage)
+    weak = _weak_reference()(storage)
     return Opened(storage, _key(storage), lambda: torch.UntypedStorage._new_with_weak_ptr(weak.cdata))
 
 

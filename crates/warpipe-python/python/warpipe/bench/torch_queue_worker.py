@@ -19,8 +19,6 @@ from typing import Any
 
 import warpipe
 
-from . import figures
-
 # Seconds for one message.
 PATIENCE = 120.0
 # Seconds after which whatever killed receivers had is counted as lost.
@@ -102,24 +100,36 @@ def hold(inbox: Any, ready: Any) -> None:
         ready.put(len(held))
 
 
-def trips(context: Any, memory: Memory, answers: tuple[str, ...], sizes: list[int], turns: int) -> None:
+def await_turn() -> None:
+    """Waits until this process is to go on, or ends with the benchmark."""
+    if not sys.stdin.readline():
+        sys.exit(1)
+
+
+def trips(context: Any, memory: Memory, answers: tuple[str, ...], sizes: list[int], rounds: int, turns: int) -> None:
     there, back = context.Queue(), context.Queue()
     child = context.Process(target=echo, args=(there, back, *answers), daemon=True)
     child.start()
+
+    def trip(tensor: Any, wanted: int) -> int:
+        tensor[:1].fill_(wanted)
+        start = time.monotonic_ns()
+        there.put(tensor)
+        answer = back.get(timeout=PATIENCE)
+        value = int(answer[0])
+        took = time.monotonic_ns() - start
+        if value != wanted:
+            raise ValueError(f"trip {wanted} of {tensor.numel()} bytes came back as {value}")
+        return took
+
     for nbytes in sizes:
-        tensor, took = memory.zeros(nbytes), []
-        for turn in range(WARM_UP + turns):
-            wanted = turn % 251
-            tensor[:1].fill_(wanted)
-            start = time.monotonic_ns()
-            there.put(tensor)
-            answer = back.get(timeout=PATIENCE)
-            value = int(answer[0])
-            took.append(time.monotonic_ns() - start)
-            if value != wanted:
-                raise ValueError(f"trip {turn} of {nbytes} bytes came back as {value}, not as {wanted}")
-            del answer
-        say("trips", bytes=nbytes, ns=figures.quantiles(took[WARM_UP:]))
+        tensor = memory.zeros(nbytes)
+        for turn in range(WARM_UP):
+            trip(tensor, turn)
+        for _ in range(rounds):
+            say("trips", bytes=nbytes, took=[trip(tensor, turn % 251) for turn in range(turns)])
+            say("step")
+            await_turn()
     there.put(None)
     child.join(PATIENCE)
     if child.exitcode != 0:
@@ -169,6 +179,7 @@ def main() -> int:
     parser.add_argument("--answers", help="the device of the answers (--device)")
     parser.add_argument("--domain", type=pathlib.Path, required=True)
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=1)
@@ -179,13 +190,12 @@ def main() -> int:
     import torch
 
     say("ready")
-    if not sys.stdin.readline():
-        return 1
+    await_turn()
     if asked.way == "warpipe":
         warpipe.torch.install(domain=asked.domain, copy=False)
     memory = Memory(asked.device, asked.way, asked.allocator)
     try:
-        trips(context, memory, (asked.answers or asked.device, asked.way, asked.allocator), asked.sizes, asked.turns)
+        trips(context, memory, (asked.answers or asked.device, asked.way, asked.allocator), asked.sizes, asked.rounds, asked.turns)
         if asked.kills:
             kills(context, memory, asked.kills, asked.at_once)
     except Exception as error:
