@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
 use warpipe::verify::models::{
-    self, Model, counter, gate, kernel_ring, rescue, ring, room, sleep, table, timeline,
+    self, Model, counter, gate, kernel_ring, rescue, ring, room, shares, sleep, table, timeline,
 };
 use warpipe::verify::plant::Effect::{Omitted, Order, Says, Split};
 use warpipe::verify::plant::{Effect, Op, Plant};
@@ -52,6 +52,10 @@ hold! {
     a_stream_that_waits_for_the_dead_is_let_go: rescue::LET_GO;
     what_was_complete_counts: rescue::WHOLE;
     what_was_not_complete_is_lost_to_everybody: rescue::LOST;
+    a_share_is_claimed_or_withdrawn: shares::WITHDRAWN;
+    memory_whose_offer_ends_is_not_let_go_while_a_receiver_has_it: shares::ENDED;
+    a_page_that_is_closed_while_its_receiver_claims_says_so_or_has_the_claim: shares::CLOSED;
+    a_share_that_is_given_back_and_claimed_again_is_not_over: shares::GIVEN_BACK;
     an_object_is_whole_until_its_last_user_has_left_it: table::SHARED;
     an_object_that_is_locked_is_used_by_one_thread: table::ALONE;
     an_object_is_taken_or_dropped_and_once: table::TAKEN;
@@ -137,6 +141,11 @@ catch! {
     a_bell_that_is_not_rung: room::HANDED_ON, "sync/semaphore/page.rs", "futex.fetch_add(1, SeqCst)", Rmw, Omitted;
     a_permit_taken_in_two_steps: room::TAKEN, "sync/semaphore/page.rs", "owner.compare_exchange(0, me.into()", Rmw, Split;
     a_permit_granted_in_two_steps: room::WITHDRAWN, "sync/semaphore/page.rs", "compare_exchange(seen, granted", Rmw, Split;
+    a_share_claimed_in_two_steps: shares::WITHDRAWN, "lend/share_words.rs", ".compare_exchange(found, found + 1", Rmw, Split;
+    a_share_withdrawn_without_a_word: shares::WITHDRAWN, "lend/share_words.rs", ".compare_exchange(found, 0, SeqCst", Rmw, Omitted;
+    a_claim_that_is_not_written: shares::ENDED, "backend/word.rs", "self.value.swap(value", Rmw, Omitted;
+    an_offer_that_is_not_ended: shares::ENDED, "lend/share_words.rs", "self.offer_words(number)[0].store(0, SeqCst);", Store, Omitted;
+    a_turn_that_is_not_raised: shares::GIVEN_BACK, "lend/share_words.rs", "state.compare_exchange(found, next, SeqCst", Rmw, Omitted;
     a_sample_held_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.held[self.index(position)].store(position", Store, Order(Relaxed);
     a_look_at_the_dead_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.dead.load(SeqCst)", Load, Order(Relaxed);
     a_death_told_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "held.load(SeqCst)", Load, Order(Relaxed);

@@ -930,8 +930,8 @@ warpipe_status warpipe_allocation_server_create(const char *name,
 // the share is withdrawn, or when the server is closed; and before the return of a call that fails.
 //
 // WARPIPE_INVALID_INPUT for memory that cannot be exported, 0 bytes, a stream of another device,
-// or beyond 16,384 shares with streams at work; WARPIPE_INVALID_STATE for a stream that is being
-// captured; WARPIPE_DEVICE_FAILED.
+// or beyond 65,535 shares; WARPIPE_INVALID_STATE for a stream that is being captured;
+// WARPIPE_DEVICE_FAILED.
 //
 // Requires: The memory stays allocated until release is called, or the server is closed; any thread may call
 // release. stream is a stream of the server's device, number the address of a number.
@@ -975,8 +975,7 @@ warpipe_status warpipe_allocation_client_open(const char *name,
 // this process has died.
 //
 // WARPIPE_NOT_FOUND for a share that was opened already, or withdrawn; WARPIPE_TIMEOUT;
-// WARPIPE_PEER_GONE; WARPIPE_INVALID_INPUT beyond 16,384 shares at once;
-// WARPIPE_LIMIT_REACHED; WARPIPE_DEVICE_FAILED.
+// WARPIPE_PEER_GONE; WARPIPE_LIMIT_REACHED; WARPIPE_DEVICE_FAILED.
 //
 // Requires: memory is the address of a pointer.
 warpipe_status warpipe_allocation_client_open_share(const warpipe_allocation_client *client,

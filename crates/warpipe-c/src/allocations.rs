@@ -85,8 +85,8 @@ pub unsafe extern "C" fn warpipe_allocation_server_create(
 /// the share is withdrawn, or when the server is closed; and before the return of a call that fails.
 ///
 /// `WARPIPE_INVALID_INPUT` for memory that cannot be exported, 0 bytes, a stream of another device,
-/// or beyond 16,384 shares with streams at work; `WARPIPE_INVALID_STATE` for a stream that is being
-/// captured; `WARPIPE_DEVICE_FAILED`.
+/// or beyond 65,535 shares; `WARPIPE_INVALID_STATE` for a stream that is being captured;
+/// `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// The memory stays allocated until `release` is called, or the server is closed; any thread may call
@@ -173,8 +173,7 @@ pub unsafe extern "C" fn warpipe_allocation_client_open(
 /// this process has died.
 ///
 /// `WARPIPE_NOT_FOUND` for a share that was opened already, or withdrawn; `WARPIPE_TIMEOUT`;
-/// `WARPIPE_PEER_GONE`; `WARPIPE_INVALID_INPUT` beyond 16,384 shares at once;
-/// `WARPIPE_LIMIT_REACHED`; `WARPIPE_DEVICE_FAILED`.
+/// `WARPIPE_PEER_GONE`; `WARPIPE_LIMIT_REACHED`; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `memory` is the address of a pointer.

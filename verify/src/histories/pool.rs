@@ -16,7 +16,7 @@ use super::allocator::users::{Quotas, Users};
 use super::last_writers::LastWriter;
 use crate::backend::TimelineWord;
 use crate::device::Device;
-use crate::lend::claims::Borrowers;
+use crate::lend::claims::{Borrowers, Claimant};
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 use crate::verify::histories::Draw;
@@ -168,7 +168,7 @@ impl Play {
         self.numbers += 1;
         let (number, page) = (self.numbers, Arc::new(page(1)));
         let borrowers = &mut self.state.borrowers;
-        borrowers.add(number, page.clone(), process(), None);
+        borrowers.add(number, Claimant::new(page.clone(), process(), None));
         let (hands, device) = Default::default();
         self.peers[peer] = Some(Peer {
             number,

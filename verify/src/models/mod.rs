@@ -7,6 +7,7 @@
 
 pub mod counter;
 pub mod ring;
+pub mod shares;
 pub mod sleep;
 pub mod table;
 pub mod timeline;

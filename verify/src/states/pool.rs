@@ -14,7 +14,7 @@ use super::allocator::{LentBlock, PoolState};
 use super::last_writers::LastWriter;
 use crate::backend::Access;
 use crate::device::Device;
-use crate::lend::claims::Borrowers;
+use crate::lend::claims::{Borrowers, Claimant};
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 use crate::verify::{page, process};
@@ -213,7 +213,8 @@ impl Play {
         let (number, page) = (self.next_number, Arc::new(page(1)));
         self.next_number += 1;
         self.pages.insert(number, page.clone());
-        self.state.borrowers.add(number, page, process(), None);
+        let claimant = Claimant::new(page, process(), None);
+        self.state.borrowers.add(number, claimant);
         self.peers[peer] = Peer {
             number,
             is_here: true,

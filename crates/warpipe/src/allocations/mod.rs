@@ -7,9 +7,10 @@
 //! descriptors of its pieces and stays valid after the owner's death; `cudaMalloc` memory comes as
 //! a legacy handle.
 //!
-//! Invariants: a share is unclaimed, or one client has a [claim](crate::lend) on it; an owner is
-//! dropped once its share is withdrawn, or its claim has ended. A share that its client gives back
-//! unused can be opened again.
+//! Invariants: an owner is dropped once its share is withdrawn, or its claim has ended, and no
+//! living client has a [claim](crate::lend::share_words) on it. One client has a claim at a time,
+//! unless another one writes wrong words. A share that its client gives back unused can be opened
+//! again.
 
 mod server;
 mod session;
@@ -20,6 +21,3 @@ mod tests;
 pub use self::server::{AllocationServer, AllocationServerOptions};
 pub use self::session::AllocationClient;
 pub use self::shares::AllocationStats;
-
-/// The most shares that one client may have open at once.
-const CLAIMS_MAX: u32 = 16_384;

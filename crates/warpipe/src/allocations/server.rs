@@ -117,7 +117,7 @@ impl AllocationServer {
     ///
     /// # Errors
     /// [`Error::Handle`] for other memory; [`Error::Argument`] for 0 bytes, for a stream of another
-    /// device, or beyond 16,384 shares with streams at work; [`Error::State`], [`Error::Driver`].
+    /// device, or beyond 65,535 shares; [`Error::State`], [`Error::Driver`].
     ///
     /// # Safety
     /// The memory stays allocated as long as `owner` lives.
@@ -181,8 +181,7 @@ impl AllocationServer {
     /// [`Error::State`].
     pub fn withdraw(&self, number: u64) -> Result<bool> {
         let Inner { shares, .. } = self.inner.get()?;
-        let share = shares.withdraw(number);
-        Ok(share.is_some())
+        Ok(shares.withdraw(number))
     }
 
     /// Whether a client has opened the share. False while it waits for one, or a client for its

@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 
-use super::CLAIMS_MAX;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
-use crate::lend::session::{Answer, LendSession, LentBuffer, Terms};
+use crate::lend::session::{LendSession, LentBuffer, Terms};
+use crate::lend::share_words::SLOTS;
 use crate::options::OpenOptions;
 use crate::wait::Wait;
 
-static TERMS: Terms = Terms {
+pub(super) static TERMS: Terms = Terms {
     kind: Kind::Allocations,
     lent: "shares",
-    claims_max: CLAIMS_MAX,
-    has_streams: false,
+    claims_max: SLOTS,
+    has_shares: true,
 };
 
 /// Opens what an [`AllocationServer`](crate::AllocationServer) of another process shares.
@@ -60,18 +60,16 @@ impl AllocationClient {
     ///
     /// # Errors
     /// [`Error::NotFound`] for a share that was opened already, or withdrawn; [`Error::Timeout`];
-    /// [`Error::PeerGone`]; [`Error::Argument`] beyond 16,384 shares at once;
-    /// [`Error::Device`], [`Error::Handle`], [`Error::Os`], [`Error::Driver`].
+    /// [`Error::PeerGone`], [`Error::Device`], [`Error::Handle`], [`Error::Os`],
+    /// [`Error::Driver`].
     pub fn open_share<'w>(&self, number: u64, wait: impl Into<Wait<'w>>) -> Result<LentBuffer> {
         let wait = wait.into();
-        match self.session.ask(number, &wait, &wait)? {
-            Answer::Lent(lent) => Ok(lent),
-            Answer::Gone | Answer::Refused(()) => Err(Error::NotFound {
-                name: format!("{}, share {number}", self.name()),
-                kind: Kind::Allocations,
-                domain: Default::default(),
-                was_there: true,
-            }),
-        }
+        let claimed = self.session.claim(number, &wait)?;
+        claimed.ok_or_else(|| Error::NotFound {
+            name: format!("{}, share {number}", self.name()),
+            kind: Kind::Allocations,
+            domain: Default::default(),
+            was_there: true,
+        })
     }
 }

@@ -2,19 +2,21 @@
 //! for unsafe**: it enqueues stores of words by address.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::CLAIMS_MAX;
 use crate::backend::{Access, DevicePtr, PointerKind};
 use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
+#[cfg(test)]
+use crate::ipc::peer::Process;
 use crate::ipc::{ClientInfo, Rejection, ServerCore};
-use crate::lend::claims::{Borrowers, Ended};
+use crate::lend::claims::Claimant;
 use crate::lend::server::{Lender, Lending};
+use crate::lend::share_words::{self, Claims, SLOTS, ShareWords, has_claim, slot};
 use crate::lend::{LendReply, Offer, OfferPlace};
 use crate::memory::legacy::LegacyHandle;
 use crate::memory::pieces::Run;
@@ -23,9 +25,6 @@ use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::reactor::Reactor;
 use crate::shm::page::{SharedPage, words_bytes};
 use crate::stream::Stream;
-
-/// The most shares of a server that wait for their streams at once.
-const READY_MAX: u32 = 16_384;
 
 /// How long a run is held that no share lies in: a sender of many small tensors of one allocation
 /// exports it once.
@@ -51,13 +50,21 @@ pub struct AllocationStats {
 }
 
 /// A range that is shared once.
-pub(super) struct Share {
-    number: u64,
+struct Share {
     offer: Offer,
+    /// It was withdrawn, released, or had by the dead: it is dropped when no client has a claim.
+    is_over: bool,
     /// Where it lies, if not in memory of a legacy handle.
-    _run: Option<Arc<HeldRun>>,
+    run: Option<Arc<HeldRun>>,
     /// Keeps the memory allocated.
     _owner: Box<dyn Any + Send>,
+}
+
+impl Share {
+    /// Its slot, and the number that the ready word there reaches.
+    fn slot(&self, number: u64) -> (u32, u64) {
+        (slot(number), self.offer.ready.map_or(0, |(_, value)| value))
+    }
 }
 
 /// A run that clients know by its number.
@@ -70,8 +77,10 @@ struct HeldRun {
 /// The shares of a server.
 pub(super) struct Shares {
     device: Device,
-    /// Words that the sharing streams store when the contents are complete.
+    /// A word for each slot, in which the sharing stream stores the number of the share there when
+    /// the contents are complete.
     ready: DropAfterFence<SharedPage>,
+    words: ShareWords,
     lending: Lending,
     /// Never held during a driver call.
     state: Mutex<State>,
@@ -80,37 +89,42 @@ pub(super) struct Shares {
 opaque_debug!(Shares { device });
 
 struct State {
-    last_share: u64,
+    /// The share of each number.
+    shares: HashMap<u64, Share>,
     /// Shares since the clients' words were looked at.
     shared: usize,
-    unclaimed: HashMap<u64, Share>,
-    clients: Borrowers<Share>,
+    /// A number's bits above its slot.
+    last_lap: u64,
+    /// Slots without a share, and the number that its ready word reaches.
+    unused: Vec<(u32, u64)>,
+    last_slot: u32,
+    clients: BTreeMap<u64, Claimant>,
+    is_closed: bool,
     last_run: u32,
     /// By the handles of its pieces. The instant is the first at which no share was seen in it.
     runs: HashMap<Vec<u64>, (Arc<HeldRun>, Option<Instant>)>,
-    /// Ready words without a share, and the value that each reaches.
-    unused_words: Vec<(u32, u64)>,
-    next_word: u32,
-    last_ready: u64,
 }
 
 impl Shares {
     pub(super) fn new(device: Device) -> Result<Shares> {
-        let (ready, fd) = SharedPage::publish(Some(&device), words_bytes(READY_MAX as usize))?;
+        let (ready, ready_fd) = SharedPage::publish(Some(&device), words_bytes(SLOTS as usize))?;
+        let (words, [states_fd, offers_fd]) = ShareWords::create()?;
+        let pages = vec![ready_fd, states_fd, offers_fd];
         Ok(Shares {
-            lending: Lending::new(device.info().id, CLAIMS_MAX, (&ready, fd)),
+            lending: Lending::new(device.info().id, SLOTS, &ready, pages),
             device,
             ready: DropAfterFence::new(Arc::default(), ready)?,
+            words,
             state: Mutex::new(State {
-                last_share: 0,
+                shares: HashMap::new(),
                 shared: 0,
-                unclaimed: HashMap::new(),
-                clients: Borrowers::new(CLAIMS_MAX),
+                last_lap: 0,
+                unused: vec![],
+                last_slot: 0,
+                clients: BTreeMap::new(),
+                is_closed: false,
                 last_run: 0,
                 runs: HashMap::new(),
-                unused_words: vec![],
-                next_word: 0,
-                last_ready: 0,
             }),
         })
     }
@@ -132,53 +146,76 @@ impl Shares {
     ) -> Result<(u64, bool)> {
         // SAFETY: the caller's promise.
         let (place, run) = unsafe { self.place(ptr, bytes, access) }?;
-        let ready = self.announce(stream)?;
-        let mut state = self.lock();
-        state.last_share += 1;
-        let number = state.last_share;
+        let is_complete = stream.is_idle()?;
+        let number = self.take_number()?;
+        if !is_complete && let Err(error) = self.announce(stream, number) {
+            self.lock().unused.push((slot(number), 0));
+            return Err(error);
+        }
+        let offer = Offer {
+            bytes,
+            place,
+            ready: (!is_complete).then_some((slot(number), number)),
+        };
+        self.words.offer(number, &offer)?;
         let share = Share {
-            number,
-            offer: Offer {
-                bytes,
-                place,
-                ready,
-            },
-            _run: run,
+            offer,
+            is_over: false,
+            run,
             _owner: owner,
         };
-        state.unclaimed.insert(number, share);
+        let mut state = self.lock();
+        state.shares.insert(number, share);
         // Each look costs as much as there are shares, so it comes after as many.
         state.shared += 1;
-        let is_due = state.shared > state.clients.lent().count();
-        Ok((number, is_due))
+        Ok((number, 2 * state.shared > state.shares.len()))
     }
 
-    /// Removes a share that no client has opened.
-    pub(super) fn withdraw(&self, number: u64) -> Option<Share> {
+    /// Removes a share that no client has opened. False if it is another one.
+    pub(super) fn withdraw(&self, number: u64) -> bool {
         let mut state = self.lock();
-        let share = state.unclaimed.remove(&number)?;
-        state.unused_words.extend(share.offer.ready);
-        Some(share)
+        let claims = self.claims(&state, number);
+        let share = state.shares.get_mut(&number);
+        let Some(share) = share.filter(|share| !share.is_over && !claims.is_over) else {
+            return false;
+        };
+        if claims.is_held || !self.words.withdraw(number) {
+            return false;
+        }
+        share.is_over = true;
+        // One that is about to give it back is waited for.
+        let dropped = match self.claims(&state, number).is_held {
+            true => None,
+            false => state.shares.remove(&number),
+        };
+        if let Some(share) = &dropped {
+            state.unused.push(share.slot(number));
+        }
+        drop(state);
+        true
     }
 
     /// Whether a client has opened a share, and its contents are complete: it may give the share
     /// back before. `None` once it is over.
     pub(super) fn is_opened(&self, number: u64) -> Option<bool> {
         let state = self.lock();
-        if state.unclaimed.contains_key(&number) {
-            return Some(false);
+        let share = state.shares.get(&number).filter(|share| !share.is_over)?;
+        match self.claims(&state, number) {
+            Claims { is_held: true, .. } => {
+                Some(share.offer.ready.is_none_or(|ready| self.is_past(ready)))
+            }
+            Claims { is_over, .. } => (!is_over).then_some(false),
         }
-        let share = state.clients.lent().find(|share| share.number == number)?;
-        Some(share.offer.ready.is_none_or(|ready| self.is_past(ready)))
     }
 
     pub(super) fn stats(&self) -> AllocationStats {
         let state = self.lock();
-        let all = state.unclaimed.values().chain(state.clients.lent());
+        let is_held = |number: &&u64| self.claims(&state, **number).is_held;
+        let claimed = state.shares.keys().filter(is_held).count();
         AllocationStats {
-            unclaimed: state.unclaimed.len(),
-            claimed: state.clients.lent().count(),
-            bytes: all.map(|share| share.offer.bytes).sum(),
+            unclaimed: state.shares.len() - claimed,
+            claimed,
+            bytes: state.shares.values().map(|share| share.offer.bytes).sum(),
             runs: state.runs.len(),
             clients: state.clients.len(),
         }
@@ -188,10 +225,13 @@ impl Shares {
     /// no client has a share.
     pub(super) fn has_ended(&self, reactor: &Reactor) -> bool {
         let mut state = self.lock();
-        state.clients.leave_all();
-        let mut dropped = state.collect();
-        dropped.extend(state.unclaimed.drain().map(|(_, share)| share));
-        let has_ended = state.clients.len() == 0;
+        state.is_closed = true;
+        state.clients.values_mut().for_each(|client| {
+            share_words::close(&client.page);
+            client.leave(false);
+        });
+        let dropped = state.collect(&self.words);
+        let has_ended = state.shares.is_empty();
         drop(state);
         drop_deferred(dropped, reactor);
         has_ended
@@ -201,12 +241,25 @@ impl Shares {
     #[cfg(test)]
     pub(super) fn pose_as_of_another_process(&self, number: u64) {
         let mut state = self.lock();
-        let share = state.unclaimed.get_mut(&number).unwrap();
+        let share = state.shares.get_mut(&number).unwrap();
         let OfferPlace::Legacy(bytes) = &mut share.offer.place else {
             panic!("memory of cudaMalloc");
         };
         let handle = LegacyHandle::from_bytes(bytes).unwrap();
         *bytes = handle.of_another_process().to_bytes();
+        self.words.offer(number, &share.offer).unwrap();
+    }
+
+    /// Ends all sessions, as of a process that lives until the other end of a pipe is closed.
+    #[cfg(test)]
+    pub(super) fn end_clients_as(&self, process: &Arc<Process>) {
+        let clients: Vec<_> = self.lock().clients.keys().copied().collect();
+        for client in clients {
+            self.leave(client, false);
+            let mut state = self.lock();
+            let client = state.clients.get_mut(&client).unwrap();
+            client.leave_as(process.clone());
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -280,38 +333,36 @@ impl Shares {
         Ok(held)
     }
 
-    /// Has `stream` store a ready word behind its work so far. `None` if it has none.
-    fn announce(&self, stream: &Stream) -> Result<Option<(u32, u64)>> {
-        if stream.is_idle()? {
-            return Ok(None);
-        }
+    /// The number of a new share, in a slot that its next stream alone stores the ready word of.
+    fn take_number(&self) -> Result<u64> {
         let mut state = self.lock();
-        let is_past = |&ready: &(u32, u64)| self.is_past(ready);
-        let free = state.unused_words.iter().position(is_past);
-        let word = match free {
-            Some(at) => state.unused_words.swap_remove(at).0,
-            None if state.next_word < READY_MAX => {
-                state.next_word += 1;
-                state.next_word - 1
+        // The last ones first: their words are in the caches.
+        let free = state.unused.iter().rposition(|&ready| self.is_past(ready));
+        let slot = match free {
+            Some(at) => state.unused.swap_remove(at).0,
+            None if state.last_slot + 1 < SLOTS => {
+                state.last_slot += 1;
+                state.last_slot
             }
             None => {
-                let allowed = format!("at most {READY_MAX} with streams at work");
-                return Err(Error::argument("shares", u64::from(READY_MAX) + 1, allowed));
+                let allowed = format!("at most {} that are not released", SLOTS - 1);
+                return Err(Error::argument("shares", SLOTS, allowed));
             }
         };
-        // Values only grow, whatever the word.
-        state.last_ready += 1;
-        let value = state.last_ready;
-        drop(state);
-        let signal = self.ready.signal(word as usize, value);
+        state.last_lap += u64::from(SLOTS);
+        Ok(state.last_lap + u64::from(slot))
+    }
+
+    /// Has `stream` store a share's ready word behind its work so far.
+    fn announce(&self, stream: &Stream, number: u64) -> Result<()> {
+        let signal = self.ready.signal(slot(number) as usize, number);
         self.ready.streams().record_use(stream);
         // SAFETY: the page is dropped only when this stream, recorded above, is past its stores.
-        let stored = unsafe { stream.batch(&[signal]) };
-        if let Err(error) = stored {
-            self.lock().unused_words.push((word, 0));
-            return Err(error);
-        }
-        Ok(Some((word, value)))
+        unsafe { stream.batch(&[signal]) }
+    }
+
+    fn claims(&self, state: &State, number: u64) -> Claims {
+        self.words.look(state.pages(), number)
     }
 
     fn is_past(&self, (word, value): (u32, u64)) -> bool {
@@ -320,7 +371,7 @@ impl Shares {
 
     /// Takes what clients have released.
     pub(super) fn collect(&self, reactor: &Reactor) {
-        let dropped = self.lock().collect();
+        let dropped = self.lock().collect(&self.words);
         drop_deferred(dropped, reactor);
     }
 }
@@ -340,21 +391,43 @@ impl State {
         Some(known.clone())
     }
 
-    /// Removes what clients have released, or had when they died, and returns it. What they have
-    /// returned can be opened again.
-    fn collect(&mut self) -> Vec<Share> {
+    fn pages(&self) -> impl Iterator<Item = &SharedPage> {
+        self.clients.values().map(|client| &*client.page)
+    }
+
+    /// Whether a client has a claim on such a share.
+    fn has_any(&self, client: u64, is_such: impl Fn(&Share) -> bool) -> bool {
+        let client = self.clients.get(&client);
+        client.is_some_and(|Claimant { page, .. }| {
+            let mut shares = self.shares.iter();
+            shares.any(|(&number, share)| is_such(share) && has_claim(page, number))
+        })
+    }
+
+    /// Removes what clients have released, or had when they died, and returns it.
+    fn collect(&mut self, words: &ShareWords) -> Vec<Share> {
         self.shared = 0;
-        let Ended {
-            released: mut dropped,
-            returned,
-            dead,
-        } = self.clients.collect();
-        let returned = returned.into_iter().map(|share| (share.number, share));
-        self.unclaimed.extend(returned);
-        dropped.extend(dead);
-        self.unused_words
-            .extend(dropped.iter().filter_map(|share| share.offer.ready));
-        dropped
+        self.clients.retain(|_, client| !client.is_gone());
+        // Before the shares, where the last release of each is seen.
+        let has_left = |&id: &u64| self.clients[&id].is_leaving && !self.has_any(id, |_| true);
+        let left: Vec<_> = self.clients.keys().copied().filter(has_left).collect();
+        let (clients, is_closed) = (&self.clients, self.is_closed);
+        let look = |number| words.look(clients.values().map(|client| &*client.page), number);
+        let ended = self.shares.extract_if(|&number, share| {
+            let claims = look(number);
+            if claims.is_over || is_closed && !claims.is_held {
+                share.is_over = true;
+                words.end(number);
+            }
+            share.is_over && !look(number).is_held
+        });
+        let ended = ended.map(|(number, share)| {
+            self.unused.push(share.slot(number));
+            share
+        });
+        let ended = ended.collect();
+        self.clients.retain(|id, _| !left.contains(id));
+        ended
     }
 
     /// Removes and returns the runs in which no share has been for [`RUN_IDLE`].
@@ -374,34 +447,36 @@ impl State {
 }
 
 impl Lender for Shares {
-    type Lent = Share;
-    type Request = u64;
+    type Request = ();
     type Refusal = ();
 
     fn lending(&self) -> &Lending {
         &self.lending
     }
 
-    fn with_borrowers<R>(&self, call: impl FnOnce(&mut Borrowers<Share>) -> R) -> R {
-        call(&mut self.lock().clients)
+    fn admit(&self, client: u64, claimant: Claimant) {
+        self.lock().clients.insert(client, claimant);
     }
 
-    fn lend(&self, client: &ClientInfo, number: u64) -> Result<LendReply<()>, Rejection> {
-        let mut state = self.lock();
-        let share = state.unclaimed.remove(&number).or_else(|| {
-            let returned = |share: &Share| share.number == number;
-            state.clients.take_returned(client.id, returned)
-        });
-        let Some(share) = share else {
-            return Ok(LendReply::Gone);
-        };
-        let mut offer = share.offer.clone();
-        offer.ready = offer.ready.filter(|&ready| !self.is_past(ready));
-        let lent = (self.lending).lend(&mut state.clients, client, share, offer);
-        Ok(lent.unwrap_or_else(|share| {
-            state.unclaimed.insert(number, share);
-            LendReply::TooMany
-        }))
+    fn has_any(&self, client: u64) -> bool {
+        self.lock().has_any(client, |_| true)
+    }
+
+    fn has_claim_in(&self, client: u64, run: u32) -> bool {
+        let is_in = |share: &Share| share.run.as_ref().is_some_and(|it| it.number == run);
+        self.lock().has_any(client, is_in)
+    }
+
+    fn leave(&self, client: u64, is_dead: bool) {
+        if let Some(client) = self.lock().clients.get_mut(&client) {
+            share_words::close(&client.page);
+            client.leave(is_dead);
+        }
+    }
+
+    /// A share is claimed without a request.
+    fn lend(&self, _: &ClientInfo, (): ()) -> Result<LendReply<()>, Rejection> {
+        Ok(LendReply::Gone)
     }
 
     fn export(&self, number: u32, first: u32) -> Result<Vec<CloseOnForkFd>> {
@@ -412,9 +487,7 @@ impl Lender for Shares {
         held.map_or(Ok(vec![]), |held| held.run.export(first, PIECES_AT_ONCE))
     }
 
-    fn take_back(&self, share: Share) {
-        self.lock().unclaimed.insert(share.number, share);
-    }
+    fn take_back(&self, _: u64, _: (u32, u64)) {}
 
     fn collect(&self, server_core: &ServerCore) {
         Shares::collect(self, server_core.reactor());
@@ -422,7 +495,10 @@ impl Lender for Shares {
 
     fn on_tick(&self, server_core: &ServerCore) {
         let mut state = self.lock();
-        let (dropped, ended) = (state.collect(), state.end_idle_runs(Instant::now()));
+        let (dropped, ended) = (
+            state.collect(&self.words),
+            state.end_idle_runs(Instant::now()),
+        );
         drop(state);
         drop_deferred(dropped, server_core.reactor());
         for run in ended {

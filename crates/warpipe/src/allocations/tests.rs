@@ -2,6 +2,7 @@
 //! and memory in pieces.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,10 +13,10 @@ use crate::backend::testing::{Counting, Wrapped};
 use crate::backend::{Access, DevicePtr};
 use crate::error::{Error, HandleFault};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{
-    AccessPolicy, Address, ClientSession, IpcServer, Kind, SessionObserver, decode, encode,
-};
-use crate::lend::{LendReply, LendRequest};
+use crate::ipc::peer::Process;
+use crate::ipc::{AccessPolicy, Address, ClientSession, IpcServer, Kind};
+use crate::lend::session::LendSession;
+use crate::lend::share_words::SLOTS;
 use crate::wait::Wait;
 use crate::{Device, OpenOptions, Stream};
 
@@ -52,6 +53,11 @@ impl Stage {
         .unwrap()
     }
 
+    /// A client with a session of its own, as in another process.
+    fn another_client(&self) -> AllocationClient {
+        another_client(&self.domain, "tensors", &self.device)
+    }
+
     /// Shares memory that is freed when the share is over.
     fn share(&self, stream: &Stream, contents: &[u8]) -> (u64, Receiver<()>) {
         let tensor = Tensor::new(&self.device, contents, stream);
@@ -66,6 +72,38 @@ impl Drop for Stage {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(self.domain.path());
     }
+}
+
+fn another_client(domain: &Domain, name: &str, device: &Device) -> AllocationClient {
+    let at = Address {
+        domain,
+        name: &EndpointName::new(name).unwrap(),
+        kind: Kind::Allocations,
+    };
+    let (ipc, reply) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
+    let session = LendSession::open(ipc, reply, device, &session::TERMS).unwrap();
+    AllocationClient {
+        session: Arc::new(session),
+    }
+}
+
+/// Claims a share, and does not open it.
+fn claims(client: &AllocationClient, number: u64) -> bool {
+    let session = &client.session;
+    let claimed = session
+        .share_words()
+        .claim(session.words(), number, "tensors");
+    claimed.unwrap().is_some()
+}
+
+fn is_gone(opened: &crate::Result<crate::LentBuffer>) -> bool {
+    matches!(
+        opened,
+        Err(Error::NotFound {
+            was_there: true,
+            ..
+        })
+    )
 }
 
 /// Another library's tensor.
@@ -165,21 +203,166 @@ fn contents_are_waited_for_and_a_share_that_is_not_ready_in_time_can_be_opened_a
 }
 
 #[test]
-fn a_share_whose_answer_comes_too_late_can_be_opened_again_at_once() {
-    let stage = Stage::new("answer");
-    let (stream, client) = (stage.device.stream().unwrap(), stage.client());
-    for _ in 0..20 {
-        let (number, told) = stage.share(&stream, b"late");
-        // As after a wait for a server that was stopped: it handles both requests, one by one.
-        let request = encode(&LendRequest::Memory(number)).unwrap();
-        let asked = client.session.ipc().request(&request, Duration::ZERO);
-        if asked.is_ok() {
-            // It was there already, and this test keeps it.
-            continue;
-        }
-        drop(client.open_share(number, WAIT).unwrap());
+fn of_receivers_that_race_for_a_share_one_has_it() {
+    let stage = Stage::new("race");
+    let stream = stage.device.stream().unwrap();
+    // Two threads of each process.
+    let clients = [stage.another_client(), stage.another_client()];
+    let clients = [&clients[0], &clients[0], &clients[1], &clients[1]];
+    for _ in 0..30 {
+        let (number, told) = stage.share(&stream, b"raced for");
+        let start = std::sync::Barrier::new(clients.len());
+        let open = |client: &AllocationClient| {
+            start.wait();
+            client.open_share(number, WAIT)
+        };
+        let opened: Vec<_> = thread::scope(|scope| {
+            let threads = clients.map(|client| scope.spawn(|| open(client)));
+            threads.into_iter().map(|it| it.join().unwrap()).collect()
+        });
+        assert_eq!(
+            opened.iter().filter(|it| it.is_ok()).count(),
+            1,
+            "{opened:?}"
+        );
+        assert!(
+            opened.iter().all(|it| it.is_ok() || is_gone(it)),
+            "{opened:?}"
+        );
+        stage.server.stats();
+        assert!(told.try_recv().is_err(), "it is open");
+        drop(opened);
         stage.server.stats();
         told.recv_timeout(WAIT).unwrap();
+    }
+}
+
+#[test]
+fn a_share_that_is_given_back_again_and_again_is_still_there() {
+    let stage = Stage::new("again");
+    let stream = stage.device.stream().unwrap();
+    let (go, held) = channel::<()>();
+    stream.call(move || assert!(held.recv().is_err())).unwrap();
+    let (number, told) = stage.share(&stream, b"late");
+    let client = stage.client();
+    // As after many turns: the next ones begin anew.
+    let state = client.session.share_words().state(number);
+    state.fetch_add(u64::from(SLOTS) - 1000, SeqCst);
+    thread::scope(|scope| {
+        let opener = scope.spawn(|| {
+            for turn in 0..1000 {
+                let opened = client.open_share(number, Duration::ZERO);
+                assert!(
+                    matches!(opened, Err(Error::Timeout { .. })),
+                    "{turn}: {opened:?}"
+                );
+            }
+        });
+        while !opener.is_finished() {
+            assert_eq!(stage.server.is_opened(number).unwrap(), Some(false));
+            stage.server.stats();
+        }
+    });
+    drop(go);
+    drop(client.open_share(number, WAIT).unwrap());
+    stage.server.stats();
+    told.recv_timeout(WAIT).unwrap();
+}
+
+#[test]
+fn what_a_receiver_claimed_and_never_opened_is_let_go_by_the_proof_of_its_death_alone() {
+    let stage = Stage::new("claimed");
+    let (stream, client) = (stage.device.stream().unwrap(), stage.another_client());
+    let (number, told) = stage.share(&stream, b"claimed");
+    let (unclaimed, kept) = stage.share(&stream, b"unclaimed");
+    assert!(claims(&client, number));
+    let (alive, writer) = rustix::pipe::pipe().unwrap();
+    stage
+        .server
+        .shares()
+        .end_clients_as(&Process::of_pipe(alive));
+    assert!(is_kept(&told), "its receiver lives");
+    assert!(
+        !claims(&client, unclaimed),
+        "the owner looks at its page no more"
+    );
+    drop(writer);
+    told.recv_timeout(WAIT).unwrap();
+    assert_eq!(stage.server.stats().clients, 0);
+    assert!(kept.try_recv().is_err());
+    drop(stage.another_client().open_share(unclaimed, WAIT).unwrap());
+}
+
+#[test]
+fn an_evicted_receiver_that_lives_has_its_shares_until_it_releases_them() {
+    let stage = Stage::new("evicted");
+    let (stream, client) = (stage.device.stream().unwrap(), stage.another_client());
+    let (number, told) = stage.share(&stream, b"open");
+    let memory = client.open_share(number, WAIT).unwrap();
+    let (alive, _writer) = rustix::pipe::pipe().unwrap();
+    stage
+        .server
+        .shares()
+        .end_clients_as(&Process::of_pipe(alive));
+    assert!(is_kept(&told));
+    assert_eq!(stage.server.stats().clients, 1);
+    drop(memory);
+    told.recv_timeout(WAIT).unwrap();
+    assert!(eventually(|| stage.server.stats().clients == 0));
+}
+
+#[test]
+fn what_a_wrong_receiver_writes_frees_no_memory_that_another_one_has() {
+    let stage = Stage::new("wrong");
+    let stream = stage.device.stream().unwrap();
+    let (honest, other, wrong) = (
+        stage.another_client(),
+        stage.another_client(),
+        stage.another_client(),
+    );
+    let words = |number: u64| {
+        let session = &wrong.session;
+        let slot = number % u64::from(SLOTS);
+        (
+            session.share_words().state(number),
+            session.words().word(slot as usize),
+        )
+    };
+    let clean = |number: u64| number & !u64::from(SLOTS - 1);
+    let values = |number: u64| [0, 1, clean(number), clean(number) + 1, number, u64::MAX];
+    for turn in 0..36 {
+        let (number, told) = stage.share(&stream, b"open");
+        let memory = honest.open_share(number, WAIT).unwrap();
+        let (state, claim) = words(number);
+        // As free: then another one opens it, too.
+        state.store(values(number)[turn % 6], SeqCst);
+        claim.store(values(number)[turn / 6]);
+        stage.server.stats();
+        let second = other.open_share(number, WAIT);
+        stage.server.stats();
+        assert!(told.try_recv().is_err(), "{turn}: it is open");
+        drop(memory);
+        stage.server.stats();
+        if second.is_ok() {
+            assert!(told.try_recv().is_err(), "{turn}: it is open elsewhere");
+        }
+        drop(second);
+        stage.server.stats();
+        told.recv_timeout(WAIT).unwrap();
+    }
+}
+
+#[test]
+fn what_a_wrong_receiver_takes_and_never_claims_is_over() {
+    let stage = Stage::new("stolen");
+    let (stream, wrong) = (stage.device.stream().unwrap(), stage.another_client());
+    for value in [0, 1, u64::MAX] {
+        let (number, told) = stage.share(&stream, b"stolen");
+        let state = wrong.session.share_words().state(number);
+        state.store(value, SeqCst);
+        stage.server.stats();
+        told.recv_timeout(WAIT).unwrap();
+        assert!(is_gone(&stage.client().open_share(number, WAIT)));
     }
 }
 
@@ -307,10 +490,6 @@ fn the_owner_of_an_open_share_outlives_its_server() {
     kept.recv_timeout(WAIT).unwrap();
 }
 
-struct Unobserved;
-
-impl SessionObserver for Unobserved {}
-
 #[test]
 fn a_client_that_is_admitted_when_the_server_has_given_up_its_shares_opens_none() {
     let stage = Stage::new("ended");
@@ -332,17 +511,11 @@ fn a_client_that_is_admitted_when_the_server_has_given_up_its_shares_opens_none(
     let number = shared.unwrap().0;
     // As the drop of an `AllocationServer` does, if it did not close the name before.
     assert!(shares.has_ended(server.server_core().reactor()));
-    let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
-    session.observe(Arc::new(Unobserved)).unwrap();
-    let ask = encode(&LendRequest::Memory(number)).unwrap();
-    let reply = session.request(&ask, WAIT).unwrap();
-    let reply = decode::<LendReply<()>>(&reply.body, "ending").unwrap();
+    let client = another_client(&stage.domain, "ending", &stage.device);
+    let opened = client.open_share(number, WAIT);
     drop((server, shares));
     told.recv_timeout(WAIT).unwrap();
-    assert!(
-        matches!(reply, LendReply::Gone),
-        "given up while open: {reply:?}"
-    );
+    assert!(is_gone(&opened), "given up while open: {opened:?}");
 }
 
 #[test]
@@ -373,22 +546,16 @@ fn memory_that_cannot_be_shared_is_refused_and_its_owner_dropped() {
 }
 
 #[test]
-fn a_client_may_have_many_shares_and_words_of_released_ones_are_used_again() {
+fn there_may_be_many_shares_and_words_of_released_ones_are_used_again() {
     let stage = Stage::new("many");
     let (stream, client) = (stage.device.stream().unwrap(), stage.client());
     let tensor = Tensor::new(&stage.device, b"many", &stream).0;
     stream.synchronize(WAIT).unwrap();
+    // SAFETY: the tensor lives until the end of this test, behind all uses.
+    let share = || unsafe { stage.server.share(&stream, tensor.ptr, 64, Box::new(())) };
     for _ in 0..2 {
-        let open: Vec<_> = (0..CLAIMS_MAX)
-            .map(|_| {
-                // SAFETY: the tensor lives until the end of this test, behind all uses.
-                let number = unsafe { stage.server.share(&stream, tensor.ptr, 64, Box::new(())) };
-                client.open_share(number.unwrap(), WAIT).unwrap()
-            })
-            .collect();
-        // SAFETY: as above.
-        let number = unsafe { stage.server.share(&stream, tensor.ptr, 64, Box::new(())) }.unwrap();
-        let full = client.open_share(number, WAIT).unwrap_err();
+        let all: Vec<_> = (1..SLOTS).map(|_| share().unwrap()).collect();
+        let full = share().unwrap_err();
         assert!(
             matches!(
                 full,
@@ -399,10 +566,14 @@ fn a_client_may_have_many_shares_and_words_of_released_ones_are_used_again() {
             ),
             "{full}"
         );
-        drop(open);
-        assert!(eventually(|| stage.server.stats().claimed == 0));
-        drop(client.open_share(number, WAIT).unwrap());
+        let (opened, unopened) = all.split_at(1000);
+        let open = opened.iter().map(|&number| client.open_share(number, WAIT));
+        drop(open.collect::<Result<Vec<_>, _>>().unwrap());
+        for &number in unopened {
+            assert!(stage.server.withdraw(number).unwrap());
+        }
         // The next round takes as many as there may be.
         assert!(eventually(|| stage.server.stats().claimed == 0));
+        assert_eq!(stage.server.stats().unclaimed, 0);
     }
 }

@@ -16,22 +16,28 @@ pub(crate) struct Borrowers<T> {
     claims_max: u32,
 }
 
-/// A process that may have claims.
+/// What a process that may have claims has in one session.
 #[derive(Debug)]
 pub(crate) struct Borrower<T> {
-    page: Arc<SharedPage>,
+    claimant: Claimant,
     open: Vec<Claim<T>>,
     unused: Vec<u32>,
     next_word: u32,
     values: u64,
+}
+
+/// A process that may have claims, and the page of its words.
+#[derive(Debug)]
+pub(crate) struct Claimant {
+    pub(crate) page: Arc<SharedPage>,
     /// The proof of its death. It is awaited also after a graceful close: its device may still work
     /// on what it has, and a lying borrower may go on.
     process: Arc<Process>,
     /// Its place in the limits of connections: what is kept for a borrower counts as its connection
     /// did.
     _permit: Option<Arc<QuotaPermit>>,
-    /// Its session has ended gracefully.
-    is_leaving: bool,
+    /// Its session has ended.
+    pub(crate) is_leaving: bool,
     is_dead: bool,
 }
 
@@ -45,10 +51,8 @@ struct Claim<T> {
 /// What borrowers have no more.
 #[derive(Debug)]
 pub(crate) struct Ended<T> {
-    /// Their words say that they are done with it.
+    /// Their words say that they are done with it, or have not used it.
     pub(crate) released: Vec<T>,
-    /// They have not used it.
-    pub(crate) returned: Vec<T>,
     /// They are proven dead.
     pub(crate) dead: Vec<T>,
 }
@@ -61,23 +65,13 @@ impl<T> Borrowers<T> {
         }
     }
 
-    pub(crate) fn add(
-        &mut self,
-        client: u64,
-        page: Arc<SharedPage>,
-        process: Arc<Process>,
-        permit: Option<Arc<QuotaPermit>>,
-    ) {
+    pub(crate) fn add(&mut self, client: u64, claimant: Claimant) {
         let borrower = Borrower {
-            page,
+            claimant,
             open: vec![],
             unused: vec![],
             next_word: 0,
             values: 0,
-            process,
-            _permit: permit,
-            is_leaving: false,
-            is_dead: false,
         };
         self.by_client.insert(client, borrower);
     }
@@ -96,34 +90,15 @@ impl<T> Borrowers<T> {
     pub(crate) fn take_back(&mut self, client: u64, (word, value): (u32, u64)) -> Option<T> {
         self.by_client
             .get_mut(&client)?
-            .take(|_, claim| (claim.word, claim.value) == (word, value))
-    }
-
-    /// Takes what the borrower has returned unused since the last [`collect`](Self::collect).
-    pub(crate) fn take_returned(
-        &mut self,
-        client: u64,
-        is_wanted: impl Fn(&T) -> bool,
-    ) -> Option<T> {
-        self.by_client.get_mut(&client)?.take(|page, claim| {
-            let word = page.word(claim.word as usize);
-            is_wanted(&claim.lent) && word.is(claim.value | RETURNED)
-        })
+            .take(|claim| (claim.word, claim.value) == (word, value))
     }
 
     /// Its session has ended: by the proof of its death, or gracefully; then its words report each
     /// release, unless it dies.
     pub(crate) fn leave(&mut self, client: u64, is_dead: bool) {
         if let Some(borrower) = self.by_client.get_mut(&client) {
-            borrower.is_leaving = true;
-            borrower.is_dead |= is_dead;
+            borrower.claimant.leave(is_dead);
         }
-    }
-
-    /// The lender has closed: so have all sessions.
-    pub(crate) fn leave_all(&mut self) {
-        let borrowers = self.by_client.values_mut();
-        borrowers.for_each(|borrower| borrower.is_leaving = true);
     }
 
     /// Takes what has ended since the last call, and removes borrowers that are gone and have
@@ -131,16 +106,15 @@ impl<T> Borrowers<T> {
     pub(crate) fn collect(&mut self) -> Ended<T> {
         let mut ended = Ended {
             released: vec![],
-            returned: vec![],
             dead: vec![],
         };
         self.by_client.retain(|_, borrower| {
             borrower.collect(&mut ended);
-            if borrower.is_gone() {
+            if borrower.claimant.is_gone() {
                 let left = borrower.open.drain(..);
                 ended.dead.extend(left.map(|claim| claim.lent));
             }
-            !borrower.is_leaving || borrower.has_any()
+            !borrower.claimant.is_leaving || borrower.has_any()
         });
         ended
     }
@@ -158,12 +132,6 @@ impl<T> Borrowers<T> {
     /// Borrowers that are connected, or have claims.
     pub(crate) fn len(&self) -> usize {
         self.by_client.len()
-    }
-
-    /// All that is lent.
-    pub(crate) fn lent(&self) -> impl Iterator<Item = &T> {
-        let borrowers = self.by_client.values();
-        borrowers.flat_map(|borrower| borrower.open.iter().map(|claim| &claim.lent))
     }
 
     #[cfg(test)]
@@ -190,8 +158,8 @@ impl<T> Borrower<T> {
     }
 
     /// Ends the first claim that is so.
-    fn take(&mut self, is_it: impl Fn(&SharedPage, &Claim<T>) -> bool) -> Option<T> {
-        let at = (self.open.iter()).position(|claim| is_it(&self.page, claim))?;
+    fn take(&mut self, is_it: impl Fn(&Claim<T>) -> bool) -> Option<T> {
+        let at = self.open.iter().position(is_it)?;
         let claim = self.open.swap_remove(at);
         self.unused.push(claim.word);
         Some(claim.lent)
@@ -201,28 +169,47 @@ impl<T> Borrower<T> {
     fn collect(&mut self, ended: &mut Ended<T>) {
         let mut at = 0;
         while let Some(claim) = self.open.get(at) {
-            let word = self.page.word(claim.word as usize);
+            let word = self.claimant.page.word(claim.word as usize);
             // Exactly the value: an honest borrower stores it, and random writes hardly ever do.
-            let list = if word.is(claim.value) {
-                &mut ended.released
-            } else if word.is(claim.value | RETURNED) {
-                &mut ended.returned
-            } else {
+            if !word.is(claim.value) && !word.is(claim.value | RETURNED) {
                 at += 1;
                 continue;
-            };
+            }
             let claim = self.open.swap_remove(at);
             self.unused.push(claim.word);
-            list.push(claim.lent);
+            ended.released.push(claim.lent);
         }
     }
 
     fn has_any(&self) -> bool {
         !self.open.is_empty()
     }
+}
 
-    /// Whether it is proven dead, and its server reports nothing of it any more.
-    fn is_gone(&self) -> bool {
+impl Claimant {
+    pub(crate) fn new(
+        page: Arc<SharedPage>,
+        process: Arc<Process>,
+        permit: Option<Arc<QuotaPermit>>,
+    ) -> Claimant {
+        Claimant {
+            page,
+            process,
+            _permit: permit,
+            is_leaving: false,
+            is_dead: false,
+        }
+    }
+
+    /// Its session has ended: by the proof of its death, or gracefully; then its words report each
+    /// release, unless it dies.
+    pub(crate) fn leave(&mut self, is_dead: bool) {
+        self.is_leaving = true;
+        self.is_dead |= is_dead;
+    }
+
+    /// Whether it is proven dead, also where its server reports nothing of it any more.
+    pub(crate) fn is_gone(&self) -> bool {
         self.is_dead || (self.is_leaving && self.process.shows(DeathEvidence::Proven))
     }
 }
@@ -230,13 +217,20 @@ impl<T> Borrower<T> {
 #[cfg(test)]
 impl<T> Borrower<T> {
     pub(crate) fn page(&self) -> &SharedPage {
-        &self.page
+        &self.claimant.page
     }
 
     pub(crate) fn is_leaving(&self) -> bool {
-        self.is_leaving
+        self.claimant.is_leaving
     }
 
+    pub(crate) fn leave_as(&mut self, process: Arc<Process>) {
+        self.claimant.leave_as(process);
+    }
+}
+
+#[cfg(test)]
+impl Claimant {
     pub(crate) fn leave_as(&mut self, process: Arc<Process>) {
         self.is_leaving = true;
         self.process = process;

@@ -19,6 +19,7 @@ pub(crate) mod claims;
 mod given_runs;
 pub(crate) mod server;
 pub(crate) mod session;
+pub(crate) mod share_words;
 
 use serde::{Deserialize, Serialize};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::claims::Borrowers;
+use super::claims::{Borrowers, Claimant};
 use super::given_runs::GivenRuns;
 use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace};
 use crate::backend::DeviceId;
@@ -23,22 +23,26 @@ pub(crate) struct Lending {
     owner: DeviceId,
     claims_max: u32,
     ready_bytes: u64,
-    ready_fd: CloseOnForkFd,
+    /// Of the ready words, and of more pages that all borrowers have.
+    pages: Vec<CloseOnForkFd>,
     /// The runs that borrowers may have mapped.
     runs: GivenRuns,
 }
 
 /// The part of a lender that differs: what is lent, and to which borrowers.
 pub(crate) trait Lender: Send + Sync {
-    /// What a claim is on.
-    type Lent;
     type Request: DeserializeOwned;
     type Refusal: Serialize;
 
     fn lending(&self) -> &Lending;
 
-    /// Calls `call` with the borrowers, under the lender's lock.
-    fn with_borrowers<R>(&self, call: impl FnOnce(&mut Borrowers<Self::Lent>) -> R) -> R;
+    fn admit(&self, client: u64, claimant: Claimant);
+
+    /// Whether a client has a claim.
+    fn has_any(&self, client: u64) -> bool;
+
+    /// As [`Claimant::leave`].
+    fn leave(&self, client: u64, is_dead: bool);
 
     /// Answers a request for memory: [`Lending::lend`].
     fn lend(
@@ -47,11 +51,16 @@ pub(crate) trait Lender: Send + Sync {
         request: Self::Request,
     ) -> Result<LendReply<Self::Refusal>, Rejection>;
 
+    /// Whether a client has a claim in a run that it was not lent by an answer.
+    fn has_claim_in(&self, _client: u64, _run: u32) -> bool {
+        false
+    }
+
     /// Descriptors of a run's pieces, from number `first` on. None if there is no such piece.
     fn export(&self, run: u32, first: u32) -> Result<Vec<CloseOnForkFd>>;
 
-    /// Gets back what was lent to a borrower that has not learned of it.
-    fn take_back(&self, lent: Self::Lent);
+    /// Ends a claim of which its borrower has not learned.
+    fn take_back(&self, client: u64, claim: (u32, u64));
 
     /// Takes what borrowers have no more.
     fn collect(&self, server_core: &ServerCore);
@@ -66,13 +75,14 @@ impl Lending {
     pub(crate) fn new(
         owner: DeviceId,
         claims_max: u32,
-        (ready, ready_fd): (&SharedPage, CloseOnForkFd),
+        ready: &SharedPage,
+        pages: Vec<CloseOnForkFd>,
     ) -> Lending {
         Lending {
             owner,
             claims_max,
             ready_bytes: ready.bytes() as u64,
-            ready_fd,
+            pages,
             runs: GivenRuns::default(),
         }
     }
@@ -118,7 +128,7 @@ impl<L: Lender> RequestHandler for L {
             owner,
             claims_max,
             ready_bytes,
-            ref ready_fd,
+            ref pages,
             ..
         } = self.lending();
         if let Some(device) = client.device.filter(|device| device.kind != owner.kind) {
@@ -132,9 +142,17 @@ impl<L: Lender> RequestHandler for L {
             claims_bytes: page.bytes() as u64,
             ready_bytes,
         };
-        let reply = OutgoingReply::new(&hello, vec![fd, CloseOnForkFd::duplicate(ready_fd)?])?;
-        let (process, permit) = (client.process.clone(), Some(client.quota_permit.clone()));
-        self.with_borrowers(|it| it.add(client.id, Arc::new(page), process, permit));
+        let copies = pages.iter().map(CloseOnForkFd::duplicate);
+        let fds = [Ok(fd)]
+            .into_iter()
+            .chain(copies)
+            .collect::<Result<_, _>>()?;
+        let reply = OutgoingReply::new(&hello, fds)?;
+        let (process, permit) = (client.process.clone(), client.quota_permit.clone());
+        self.admit(
+            client.id,
+            Claimant::new(Arc::new(page), process, Some(permit)),
+        );
         Ok(reply)
     }
 
@@ -150,7 +168,11 @@ impl<L: Lender> RequestHandler for L {
                 return OutgoingReply::new(&self.lend(client, request)?, vec![]);
             }
         };
-        let is_given = self.lending().runs.has(client.id, run);
+        let runs = &self.lending().runs;
+        if self.has_claim_in(client.id, run) {
+            runs.give(client.id, run);
+        }
+        let is_given = runs.has(client.id, run);
         let fds = is_given.then(|| self.export(run, first)).transpose()?;
         let fds = fds.unwrap_or_default();
         let reply = match fds[..] {
@@ -161,22 +183,20 @@ impl<L: Lender> RequestHandler for L {
     }
 
     fn on_suspect(&self, _: &ServerCore, client: &ClientInfo) -> bool {
-        self.with_borrowers(|borrowers| borrowers.has_any(client.id))
+        self.has_any(client.id)
     }
 
     fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, how: Disconnected) {
         self.lending().runs.forget(client.id);
         let is_dead = how == Disconnected::ProcessDied;
-        self.with_borrowers(|borrowers| borrowers.leave(client.id, is_dead));
+        self.leave(client.id, is_dead);
         self.collect(server_core);
     }
 
     fn take_back(&self, client: &ClientInfo, body: &[u8]) -> bool {
         // Pieces are asked for again.
-        if let Ok(LendReply::<()>::Lent(Grant { word, value, .. })) = decode(body, "a lender")
-            && let Some(lent) = self.with_borrowers(|it| it.take_back(client.id, (word, value)))
-        {
-            Lender::take_back(self, lent);
+        if let Ok(LendReply::<()>::Lent(Grant { word, value, .. })) = decode(body, "a lender") {
+            Lender::take_back(self, client.id, (word, value));
         }
         true
     }

@@ -5,12 +5,12 @@
 use std::collections::HashMap;
 use std::ops::Deref;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::share_words::{ShareWords, is_closed, slot};
 use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, RETURNED};
 use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
 use crate::backoff::Backoff;
@@ -44,8 +44,8 @@ pub(crate) struct Terms {
     /// What a claim is on, in errors.
     pub(crate) lent: &'static str,
     pub(crate) claims_max: u32,
-    /// Whether streams release claims.
-    pub(crate) has_streams: bool,
+    /// Whether borrowers claim by words. If not, they ask, and their streams release claims.
+    pub(crate) has_shares: bool,
 }
 
 impl Terms {
@@ -89,8 +89,7 @@ struct BorrowerState {
     words: SharedPage,
     /// Never locked during a driver call.
     runs: Mutex<RunTable>,
-    /// How often a late answer was given back.
-    given_back: AtomicU64,
+    shares: Option<ShareWords>,
 }
 
 /// The runs that a session has mapped.
@@ -122,7 +121,6 @@ impl SessionObserver for BorrowerState {
             && grant.word < self.terms.claims_max
         {
             self.word(grant.word).store(grant.value | RETURNED);
-            self.given_back.fetch_add(1, SeqCst);
         }
     }
 
@@ -168,19 +166,29 @@ impl LendSession {
         terms: &'static Terms,
     ) -> Result<LendSession> {
         let name = ipc.name().to_string();
-        let (hello, [words, ready]): (HelloReply, _) = reply.open(&name)?;
+        let (hello, words, ready, shares): (HelloReply, _, _, _) = match terms.has_shares {
+            true => {
+                let (hello, [words, ready, states, offers]) = reply.open(&name)?;
+                (hello, words, ready, Some((states, offers)))
+            }
+            false => {
+                let (hello, [words, ready]) = reply.open(&name)?;
+                (hello, words, ready, None)
+            }
+        };
+        let shares = shares.map(|(states, offers)| ShareWords::open(states, offers, &name));
         let claims_bytes = words_bytes(terms.claims_max as usize);
         if hello.claims_bytes != claims_bytes as u64 {
             let found = format!("{} bytes", hello.claims_bytes);
             let allowed = format!("{claims_bytes} bytes");
             return Err(Error::protocol(name, "page", found, allowed));
         }
-        let of_streams = terms.has_streams.then_some(device);
+        let of_streams = (!terms.has_shares).then_some(device);
         let state = Arc::new(BorrowerState {
             terms,
             words: SharedPage::open(of_streams, words, claims_bytes, &name)?,
             runs: Mutex::default(),
-            given_back: AtomicU64::new(0),
+            shares: shares.transpose()?,
         });
         let ready = SharedPage::read(ready, hello.ready_bytes as usize, &name)?;
         ipc.observe(state.clone())?;
@@ -220,17 +228,8 @@ impl LendSession {
     ) -> Result<Answer<R>> {
         self.shared.owner_process().check()?;
         let request = encode(&LendRequest::Memory(request))?;
-        let reply = loop {
-            let given_back = self.shared.state.given_back.load(SeqCst);
-            let reply = self.ipc().request(&request, answers)?;
-            let reply: LendReply<R> = decode(&reply.body, self.name())?;
-            // Until its answer came, an earlier request of this process may have had the memory.
-            let is_final = self.shared.state.given_back.load(SeqCst) == given_back;
-            if is_final || !matches!(reply, LendReply::Gone) {
-                break reply;
-            }
-        };
-        match reply {
+        let reply = self.ipc().request(&request, answers)?;
+        match decode(&reply.body, self.name())? {
             LendReply::Lent(grant) => {
                 let borrowed = self.open_grant(grant, answers, contents)?;
                 Ok(Answer::Lent(borrowed))
@@ -247,6 +246,34 @@ impl LendSession {
             }
             LendReply::Pieces => Err(self.wrong("reply", "pieces", "memory")),
         }
+    }
+
+    /// Claims a share, and waits for its contents. One that is not ready in time goes back. `None`
+    /// if it is gone, or claimed.
+    pub(crate) fn claim(
+        self: &Arc<Self>,
+        number: u64,
+        wait: &Wait<'_>,
+    ) -> Result<Option<LentBuffer>> {
+        self.shared.owner_process().check()?;
+        let BorrowerState { words, shares, .. } = &*self.shared.state;
+        let claimed = match shares {
+            _ if self.ipc().is_over() => return Err(self.ipc().owner_gone()),
+            Some(shares) => shares.claim(words, number, self.name())?,
+            None => None,
+        };
+        let Some(offer) = claimed else {
+            // An owner that ends closes its sockets, and then gives up what it shares.
+            let is_over = is_closed(words) || self.ipc().has_hung_up();
+            return if is_over {
+                Err(self.ipc().owner_gone())
+            } else {
+                Ok(None)
+            };
+        };
+        let (word, value) = (slot(number), number);
+        self.open_grant(Grant { word, value, offer }, wait, wait)
+            .map(Some)
     }
 
     fn open_grant(
@@ -434,6 +461,11 @@ impl LendSession {
     }
 
     #[cfg(test)]
+    pub(crate) fn share_words(&self) -> &ShareWords {
+        self.shared.state.shares.as_ref().unwrap()
+    }
+
+    #[cfg(test)]
     pub(crate) fn words(&self) -> &SharedPage {
         &self.shared.state.words
     }
@@ -468,8 +500,13 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        if let Some(value) = self.at_end {
-            self.session.shared.state.word(self.word).store(value);
+        let (state, Some(value)) = (&self.session.shared.state, self.at_end) else {
+            return;
+        };
+        let word = state.word(self.word);
+        match &state.shares {
+            Some(shares) if value & RETURNED != 0 => shares.give_back(word, self.value),
+            _ => word.store(value),
         }
     }
 }

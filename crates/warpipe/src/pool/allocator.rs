@@ -106,7 +106,7 @@ impl PoolAllocator {
         let uid = rustix::process::geteuid().as_raw();
         let state = PoolState::new(&device, limit, Users::new(uid, quotas));
         let (fence_words, fd) = SharedPage::publish(Some(&device), words_bytes(SLOTS_MAX))?;
-        let lending = Lending::new(device.info().id, CLAIMS_MAX, (&fence_words, fd));
+        let lending = Lending::new(device.info().id, CLAIMS_MAX, &fence_words, vec![fd]);
         let memory = PoolMemory {
             state: Mutex::new(state),
             fence_words,
@@ -434,15 +434,9 @@ impl PoolState {
 
     /// Takes back the blocks that peers have released, and returns those of dead ones.
     pub(super) fn collect_released(&mut self) -> Vec<SlotId> {
-        let Ended {
-            released,
-            returned,
-            dead,
-        } = self.borrowers.collect();
-        released
-            .into_iter()
-            .chain(returned)
-            .for_each(|slot| self.arena.release(slot));
+        let Ended { released, dead } = self.borrowers.collect();
+        let arena = &mut self.arena;
+        released.into_iter().for_each(|slot| arena.release(slot));
         dead
     }
 

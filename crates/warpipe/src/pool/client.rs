@@ -17,7 +17,7 @@ static TERMS: Terms = Terms {
     kind: Kind::Pool,
     lent: "blocks",
     claims_max: CLAIMS_MAX,
-    has_streams: true,
+    has_shares: false,
 };
 
 /// The limit for the owner's clearing of a block.

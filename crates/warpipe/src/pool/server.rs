@@ -6,14 +6,13 @@ use crate::backend::Access;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::{ClientInfo, Rejection, ServerCore};
-use crate::lend::claims::Borrowers;
+use crate::lend::claims::Claimant;
 use crate::lend::server::{Lender, Lending};
 use crate::lend::{LendReply, Offer, OfferPlace};
 use crate::memory::arena::SlotId;
 use crate::runtime::fence::Fence;
 
 impl Lender for PoolAllocator {
-    type Lent = SlotId;
     type Request = PoolRequest;
     type Refusal = PoolRefusal;
 
@@ -21,8 +20,16 @@ impl Lender for PoolAllocator {
         &self.lending
     }
 
-    fn with_borrowers<R>(&self, call: impl FnOnce(&mut Borrowers<SlotId>) -> R) -> R {
-        call(&mut self.lock().borrowers)
+    fn admit(&self, client: u64, claimant: Claimant) {
+        self.lock().borrowers.add(client, claimant);
+    }
+
+    fn has_any(&self, client: u64) -> bool {
+        self.lock().borrowers.has_any(client)
+    }
+
+    fn leave(&self, client: u64, is_dead: bool) {
+        self.lock().borrowers.leave(client, is_dead);
     }
 
     fn lend(
@@ -45,8 +52,11 @@ impl Lender for PoolAllocator {
         Ok(copy.into_iter().collect())
     }
 
-    fn take_back(&self, slot: SlotId) {
-        self.lock().arena.release(slot);
+    fn take_back(&self, client: u64, claim: (u32, u64)) {
+        let mut state = self.lock();
+        if let Some(slot) = state.borrowers.take_back(client, claim) {
+            state.arena.release(slot);
+        }
     }
 
     fn collect(&self, _: &ServerCore) {
