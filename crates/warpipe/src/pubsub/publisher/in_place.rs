@@ -162,7 +162,7 @@ impl SampleMut {
     ///
     /// # Errors
     /// As [`Publisher::loan_in`] and [`Publisher::loan_parts`]; [`Error::Argument`] for a loan of
-    /// one tensor; [`Error::Forked`].
+    /// one tensor; [`Error::State`].
     pub fn add_part_in(
         &mut self,
         name: &str,
