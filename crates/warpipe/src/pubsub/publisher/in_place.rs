@@ -102,8 +102,8 @@ impl Publisher {
         Ok(loan)
     }
 
-    /// How many samples, and parts of samples, that were sent where they lie are kept, because a subscriber may read them.
-    /// Drops the owners of those that are free.
+    /// How many samples, and parts of samples, that were sent where they lie are kept, because a
+    /// subscriber may read them. Drops the owners of those that are free.
     ///
     /// # Errors
     /// [`Error::State`].

@@ -237,8 +237,8 @@ impl PublisherState {
         if !metadata.is_long() {
             return Ok(());
         }
-        let live = self.links.iter_mut().filter(|link| link.is_live());
-        live.map(|link| link.make_cells(name)).collect()
+        let mut live = self.links.iter_mut().filter(|link| link.is_live());
+        live.try_for_each(|link| link.make_cells(name))
     }
 
     /// The description of the next sample, which takes the next number. `is_stamped`: with the
