@@ -215,10 +215,10 @@ fn host_version(entry: &Entry) -> Outcome<HostVersion> {
         .chain(warpipe_kernels::ring::ALL)
         .chain(warpipe::RING_STEPS)
         .chain(warpipe::weights::CONTENT_HASH);
-    let kernel = kernels.find(|kernel| kernel.name().to_bytes() == entry.name.as_bytes());
+    let kernel = kernels.find(|kernel| kernel.name.to_bytes() == entry.name.as_bytes());
     match kernel {
         Some(kernel) if entry.parameters.iter().all(|&bytes| bytes == 8) => {
-            Ok(HostVersion::Plain(kernel.host_kernel()))
+            Ok(HostVersion::Plain(kernel.host))
         }
         _ => Err(NO_BINARY_FOR_GPU),
     }
@@ -368,10 +368,10 @@ mod tests {
             .chain(warpipe::RING_STEPS)
             .chain(warpipe::weights::CONTENT_HASH)
         {
-            let found = entries(kernel.ptx().to_str().unwrap()).unwrap();
+            let found = entries(kernel.ptx.to_str().unwrap()).unwrap();
             let entry = found
                 .iter()
-                .find(|entry| entry.name.as_bytes() == kernel.name().to_bytes());
+                .find(|entry| entry.name.as_bytes() == kernel.name.to_bytes());
             assert!(
                 host_version(entry.expect("the module has the kernel")).is_ok(),
                 "{kernel:?}"

@@ -69,7 +69,7 @@ pub fn offer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let memory = Memory::allocate(&device, terms.bytes)?;
     let published = memory.publish("attach", PublishOptions::at(&domain))?;
-    let (ticket, info) = (published.ticket()?, memory.info());
+    let (ticket, info) = (published.ticket(..)?, memory.info());
     control.send(&Offer {
         ticket,
         mapped_bytes: info.mapped_bytes,

@@ -83,10 +83,10 @@ fn measure(setup: &Setup, handle: &LegacyHandle) -> anyhow::Result<Vec<Figure>> 
 }
 
 fn open_bare(device: &Device, handle: &LegacyHandle) -> anyhow::Result<()> {
-    let base =
-        device
-            .backend()
-            .open_legacy(handle.raw(), handle.allocation_bytes(), handle.device())?;
+    let info = handle.info();
+    let base = device
+        .backend()
+        .open_legacy(&info.raw, info.allocation_bytes, info.device)?;
     // SAFETY: opened above, closed once; no work uses it.
     Ok(unsafe { device.backend().close_legacy(base) }?)
 }

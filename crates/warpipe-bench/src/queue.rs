@@ -145,7 +145,7 @@ fn job_trip(queue: &Queue, stream: &Stream, trip: usize) -> anyhow::Result<u64> 
     let result = job.wait(stream, PATIENCE)?;
     let took = begun.elapsed().as_nanos() as u64;
     anyhow::ensure!(
-        result.attempt() == 1 && result.layout().bytes() == FLOATS * 4,
+        result.attempt == 1 && result.layout().bytes() == FLOATS * 4,
         "another result"
     );
     Ok(took)

@@ -375,7 +375,7 @@ impl Export {
         let mut tensors = describe(&samples)?;
         let is_host = self.options.device.info().id.kind == DeviceKind::Host;
         let content = |sample: Sample| match is_host {
-            _ if sample.is_in_place() && !sample.parts().is_empty() => gathered(&sample),
+            _ if sample.info().is_in_place && !sample.parts().is_empty() => gathered(&sample),
             true => Ok(host_content(sample)),
             false => Ok(device_content(sample, stream)),
         };

@@ -430,7 +430,7 @@ impl Published {
             let Err(unsent) = loan.send(&whole.target.stream) else {
                 break;
             };
-            whole.target.slot = unsent.sample.map(|sample| *sample);
+            whole.target.slot = unsent.returned.map(|sample| *sample);
             match unsent.error {
                 Local::Timeout { .. } if whole.target.slot.is_some() && !lane.is_cut() => {}
                 Local::Timeout { .. } => return Ok(Some(Ending::Cut)),

@@ -652,7 +652,7 @@ fn try_reply(
 ) -> Option<AnswerHandle> {
     match reply(answer, slices(is_behind) * SLICE) {
         Err(failed) if matches!(failed.error, Local::Timeout { .. }) => {
-            failed.answer_handle.map(|handle| *handle)
+            failed.returned.answer_handle.map(|handle| *handle)
         }
         _ => None,
     }

@@ -428,7 +428,7 @@ impl QueueImport {
                 }
                 Err(SubmitError {
                     error: Local::Limit(LimitFault::Jobs { .. }) | Local::Timeout { .. },
-                    loan: Some(back),
+                    returned: Some(back),
                 }) => {
                     target.slot = Some(*back);
                     // Taking an outcome makes room.
@@ -521,7 +521,7 @@ impl QueueImport {
 
     fn keep(&self, outcome: std::result::Result<JobResult, Local>) {
         let (job, answer) = match outcome {
-            Ok(result) => (result.job(), Answer::Result(result)),
+            Ok(result) => (result.job, Answer::Result(result)),
             Err(Local::Job {
                 job,
                 end: JobEnd::DeadLettered { reasons },

@@ -2100,13 +2100,10 @@ warpipe_status warpipe_pool_client_allocate(const warpipe_pool_client *client,
                                             uint64_t timeout_ns,
                                             warpipe_memory **memory);
 
-// The owner's process id, and whether it has closed the pool or has died: its blocks stay valid
-// then. Either address may be null.
+// Whether the owner has closed the pool or has died: its blocks stay valid then.
 //
-// Requires: pid is null or the address of a number, is_gone null or that of a bool.
-warpipe_status warpipe_pool_client_get_owner(const warpipe_pool_client *client,
-                                             int32_t *pid,
-                                             bool *is_gone);
+// Requires: is_gone is the address of a bool.
+warpipe_status warpipe_pool_client_is_owner_gone(const warpipe_pool_client *client, bool *is_gone);
 
 // Closes a client of a pool. Its blocks stay valid until they are closed. Null is ignored.
 warpipe_status warpipe_pool_client_close(warpipe_pool_client *client);

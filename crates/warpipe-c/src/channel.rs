@@ -1,7 +1,7 @@
 //! Channels: a publisher hands tensors to any number of subscribers.
 
 use std::ffi::{c_char, c_void};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 
 use warpipe::{
     Device, Layout, PeerState, Policy, Publisher, PublisherOptions, Stream, Subscriber,
@@ -500,7 +500,7 @@ pub unsafe extern "C" fn warpipe_subscriber_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(subscriber, "fd", fd, |it| Ok(it.as_raw_fd())) }
+    unsafe { read(subscriber, "fd", fd, |it| Ok(it.as_fd().as_raw_fd())) }
 }
 
 /// Samples that this subscriber did not get because of the publisher's policy.
@@ -528,12 +528,13 @@ pub unsafe extern "C" fn warpipe_subscriber_get_publisher(
     pid: *mut i32,
 ) -> warpipe_status {
     call(subscriber, |subscriber| {
-        let found = subscriber.publisher_state();
-        let found = found.map_or(warpipe_peer_state::WARPIPE_PEER_NONE, state_of);
+        let found = subscriber.publisher();
+        let none = warpipe_peer_state::WARPIPE_PEER_NONE;
+        let (found, found_pid) = found.map_or((none, 0), |it| (state_of(it.state), it.pid));
         // SAFETY: the caller's promises.
         unsafe {
             put_unless_null(state, found as u32);
-            put_unless_null(pid, subscriber.publisher_pid().unwrap_or(0));
+            put_unless_null(pid, found_pid);
         }
         Ok(())
     })

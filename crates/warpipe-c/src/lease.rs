@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{AnswerError, AnswerHandle, Error, Layout, Lease, Loan, Stream};
+use warpipe::{AnswerError, AnswerHandle, Error, Layout, Lease, Loan, Stream, Unanswered};
 
 use crate::arguments::{slice_mut, text, timeout, timeout_unless_usual};
 use crate::call::{call, call_on, make_of, read};
@@ -114,8 +114,12 @@ fn answer(
         Ok(()) => (None, None),
         Err(AnswerError {
             error,
-            answer_handle: Some(answer),
-            output,
+            returned:
+                Unanswered {
+                    answer_handle: Some(answer),
+                    output,
+                    ..
+                },
         }) => {
             let object = Owed {
                 answer: *answer,
@@ -129,7 +133,7 @@ fn answer(
             });
         }
         // The queue has received it all the same.
-        Err(sent) => (Some(sent.error), sent.output),
+        Err(sent) => (Some(sent.error), sent.returned.output),
     };
     let released = input.release_once();
     match failure.or(released.err()) {

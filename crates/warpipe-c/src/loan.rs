@@ -232,7 +232,7 @@ unsafe fn send(
                 return Ok(());
             }
             Err(unsent) => {
-                let loan = unsent.sample.map(|sample| LoanKind::Sample(*sample));
+                let loan = unsent.returned.map(|sample| LoanKind::Sample(*sample));
                 (unsent.error.into(), loan)
             }
         },

@@ -199,7 +199,7 @@ pub unsafe extern "C" fn warpipe_member_get_generation(
     // SAFETY: the caller's promise.
     unsafe {
         read(member, "generation", generation.cast(), |it| {
-            Ok(it.generation())
+            Ok(it.generation)
         })
     }
 }

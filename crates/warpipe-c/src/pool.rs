@@ -4,8 +4,8 @@ use std::ffi::c_char;
 
 use warpipe::{Buffer, Device, Pool, PoolClient, PoolOptions, Quota};
 
-use crate::arguments::{admitted, number, put_unless_null, slice, text, timeout};
-use crate::call::{call, make_of, read};
+use crate::arguments::{admitted, number, slice, text, timeout};
+use crate::call::{make_of, read};
 use crate::device::{device_options, make_with, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{run, warpipe_status};
@@ -352,25 +352,17 @@ pub unsafe extern "C" fn warpipe_pool_client_allocate(
     unsafe { make_of(client, "memory", memory, allocate) }
 }
 
-/// The owner's process id, and whether it has closed the pool or has died: its blocks stay valid
-/// then. Either address may be null.
+/// Whether the owner has closed the pool or has died: its blocks stay valid then.
 ///
 /// # Safety
-/// `pid` is null or the address of a number, `is_gone` null or that of a `bool`.
+/// `is_gone` is the address of a `bool`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_pool_client_get_owner(
+pub unsafe extern "C" fn warpipe_pool_client_is_owner_gone(
     client: *const warpipe_pool_client,
-    pid: *mut i32,
     is_gone: *mut bool,
 ) -> warpipe_status {
-    call(client, |client| {
-        // SAFETY: the caller's promises.
-        unsafe {
-            put_unless_null(pid, client.owner_pid());
-            put_unless_null(is_gone, client.is_owner_gone());
-        }
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(client, "is_gone", is_gone, |it| Ok(it.is_owner_gone())) }
 }
 
 /// Closes a client of a pool. Its blocks stay valid until they are closed. Null is ignored.

@@ -3,8 +3,7 @@
 use std::ffi::{c_char, c_void};
 
 use warpipe::{
-    Device, Error, JobEnd, JobResult, Queue, QueueOptions, QueueState, ResultOrder, Stream,
-    SubmitError,
+    Device, Error, JobEnd, Queue, QueueOptions, QueueState, ResultOrder, Stream, SubmitError,
 };
 
 use crate::arguments::{
@@ -234,7 +233,7 @@ impl From<SubmitError> for Unpassed {
     fn from(failed: SubmitError) -> Unpassed {
         Unpassed {
             failure: failed.error.into(),
-            loan: failed.loan,
+            loan: failed.returned,
         }
     }
 }
@@ -301,7 +300,7 @@ pub unsafe extern "C" fn warpipe_queue_next_result(
 ) -> warpipe_status {
     let next_result = |queue: &Queue, stream: &Stream| {
         let result = queue.next_result(stream, timeout(timeout_ns));
-        let found = result.as_ref().map_or_else(failed_job, JobResult::job);
+        let found = result.as_ref().map_or_else(failed_job, |result| result.job);
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(job, found) };
         Ok(result?.into())

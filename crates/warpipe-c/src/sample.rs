@@ -94,9 +94,9 @@ impl From<JobResult> for Received {
     fn from(result: JobResult) -> Received {
         Received {
             own_metadata_bytes: result.metadata().len(),
-            job: result.job(),
-            attempt: result.attempt(),
-            pid: result.worker_pid(),
+            job: result.job,
+            attempt: result.attempt,
+            pid: result.worker_pid,
             ..Received::from(result.into_sample())
         }
     }
@@ -107,7 +107,8 @@ impl Received {
     pub(crate) fn info(&self) -> warpipe_sample_info {
         let (sample, metadata) = (&self.sample, self.sample.metadata());
         let own_metadata = &metadata[metadata.len() - self.own_metadata_bytes..];
-        let gap = sample.discontinuity();
+        let known = sample.info();
+        let gap = known.discontinuity;
         let previous = gap.and_then(|gap| gap.previous);
         warpipe_sample_info {
             data: sample.ptr(),
@@ -116,8 +117,8 @@ impl Received {
             metadata: own_metadata.as_ptr(),
             metadata_bytes: own_metadata.len(),
             sequence: sample.sequence(),
-            sent_at_ns: sample.sent_at_ns().unwrap_or_default(),
-            received_at_ns: sample.received_at_ns().unwrap_or_default(),
+            sent_at_ns: known.sent_at_ns.unwrap_or_default(),
+            received_at_ns: known.received_at_ns.unwrap_or_default(),
             job: self.job,
             attempt: self.attempt,
             pid: self.pid,
@@ -125,19 +126,19 @@ impl Received {
             missing: gap.map_or(0, |gap| gap.missing),
             is_discontinuity: gap.is_some(),
             previous_pid: previous.map_or(0, |previous| previous.pid),
-            is_in_place: sample.is_in_place(),
+            is_in_place: known.is_in_place,
         }
     }
 
     /// The parts of a lease.
     pub(crate) fn split(lease: Lease) -> (Received, AnswerHandle) {
-        let (pid, own_metadata_bytes) = (lease.queue_pid(), lease.metadata().len());
+        let (pid, own_metadata_bytes) = (lease.queue_pid, lease.metadata().len());
         let (sample, answer) = lease.split();
         let input = Received {
             own_metadata_bytes,
-            job: answer.job(),
-            attempt: answer.attempt(),
-            deadline_ns: answer.deadline_ns().unwrap_or(0),
+            job: answer.job,
+            attempt: answer.attempt,
+            deadline_ns: answer.deadline_ns.unwrap_or(0),
             pid,
             sample,
         };

@@ -175,10 +175,13 @@ pub unsafe extern "C" fn warpipe_semaphore_get_info(
     semaphore: *const warpipe_semaphore,
     info: *mut warpipe_semaphore_info,
 ) -> warpipe_status {
-    let info_of = |semaphore: &Semaphore| warpipe_semaphore_info {
-        permits: semaphore.permits(),
-        available: semaphore.available(),
-        waiting: semaphore.waiting(),
+    let info_of = |semaphore: &Semaphore| {
+        let state = semaphore.state();
+        warpipe_semaphore_info {
+            permits: state.permits,
+            available: state.available,
+            waiting: state.waiting,
+        }
     };
     // SAFETY: the caller's promise.
     unsafe { read(semaphore, "info", info, |semaphore| Ok(info_of(semaphore))) }

@@ -1,7 +1,7 @@
 //! Services: a client sends requests, each with a deadline, and any server of the service answers.
 
 use std::ffi::{c_char, c_void};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use warpipe::{Client, ClientOptions, Device, Pending, Server, ServerOptions, Stream};
@@ -381,5 +381,9 @@ pub unsafe extern "C" fn warpipe_server_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(server, "fd", fd, |server| Ok(server.endpoint.as_raw_fd())) }
+    unsafe {
+        read(server, "fd", fd, |server| {
+            Ok(server.endpoint.as_fd().as_raw_fd())
+        })
+    }
 }

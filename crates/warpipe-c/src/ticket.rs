@@ -99,7 +99,7 @@ pub unsafe extern "C" fn warpipe_published_get_ticket(
 ) -> warpipe_status {
     call(published, |published| {
         // SAFETY: the caller's promises.
-        unsafe { put_text(published.ticket()?, buffer, capacity, length) }
+        unsafe { put_text(published.ticket(..)?, buffer, capacity, length) }
     })
 }
 
@@ -124,7 +124,7 @@ pub unsafe extern "C" fn warpipe_published_get_ticket_of(
             let found = format!("{bytes} from {offset} on");
             Failure::argument("bytes", found, "a range of the memory")
         })?;
-        let ticket = published.ticket_of(offset..end)?;
+        let ticket = published.ticket(offset..end)?;
         // SAFETY: the caller's promises.
         unsafe { put_text(ticket, buffer, capacity, length) }
     })
@@ -201,7 +201,7 @@ pub unsafe extern "C" fn warpipe_ticket_open(
         // SAFETY: the caller's promise.
         let ticket = unsafe { parse(ticket) }?;
         let (streams, wait) = (streams_of(device)?, timeout(timeout_ns));
-        let opened = match ticket.kind() {
+        let opened = match ticket.info().kind {
             Kind::Pool => MemoryKind::Lent(LentBuffer::open(&ticket, streams.device(), wait)?),
             _ => MemoryKind::Shared(ticket.open(streams.device(), wait)?),
         };

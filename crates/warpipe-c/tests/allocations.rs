@@ -36,13 +36,30 @@ fn a_share_is_opened_once_and_its_owner_is_told_when_it_is_closed() {
     let memory = get!(warpipe_memory_allocate(fixture.device, FAR));
     let info: warpipe_memory_info = get!(warpipe_memory_get_info(memory));
     let (data, length) = (b"share".as_ptr().cast(), 5);
-    ok!(warpipe_memory_write(memory, fixture.stream, 512, data, length));
+    ok!(warpipe_memory_write(
+        memory,
+        fixture.stream,
+        512,
+        data,
+        length
+    ));
     let name = c"others".as_ptr();
-    let server = get!(warpipe_allocation_server_create(name, fixture.domain, fixture.device));
+    let server = get!(warpipe_allocation_server_create(
+        name,
+        fixture.domain,
+        fixture.device
+    ));
     let share = |at: u64, bytes: u64| {
         let (address, context) = (info.data + at, 7 as *mut c_void);
         let stream = fixture.stream;
-        get!(warpipe_allocation_server_share(server, stream, address, bytes, Some(released), context))
+        get!(warpipe_allocation_server_share(
+            server,
+            stream,
+            address,
+            bytes,
+            Some(released),
+            context
+        ))
     };
     let options = options!(warpipe_open_options {
         domain: fixture.domain,
@@ -80,7 +97,15 @@ fn a_share_is_opened_once_and_its_owner_is_told_when_it_is_closed() {
     let (context, stream) = (7 as *mut c_void, fixture.stream);
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_allocation_server_share(server, stream, 1, BYTES, Some(released), context, &mut refused)
+        warpipe_allocation_server_share(
+            server,
+            stream,
+            1,
+            BYTES,
+            Some(released),
+            context,
+            &mut refused
+        )
     );
     until_released(3);
 

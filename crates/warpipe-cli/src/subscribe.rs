@@ -119,7 +119,7 @@ impl Run<'_> {
     }
 
     fn take(&mut self, sample: Sample) -> anyhow::Result<()> {
-        let gap = sample.discontinuity();
+        let gap = sample.info().discontinuity;
         let missing = gap.map_or(0, |gap| gap.missing);
         self.missing = self.missing.saturating_add(missing);
         match self.read(sample, gap) {
@@ -143,7 +143,7 @@ impl Run<'_> {
         let (sequence, layout) = (sample.sequence(), *sample.layout());
         // From another kind of publisher: whatever it means, it is no file.
         let origin: Option<Origin> = serde_json::from_slice(sample.metadata()).ok();
-        let sent_ns = sample.sent_at_ns();
+        let sent_ns = sample.info().sent_at_ns;
         sample.wait(timeout)?;
         let latency =
             sent_ns.map(|sent| Duration::from_nanos(clock::now_ns().saturating_sub(sent)));

@@ -147,7 +147,7 @@ fn a_tensor_in_place_that_cannot_be_opened_is_missing_and_ends_nothing() {
         (third.sequence(), third.to_vec(LONG).unwrap()),
         (3, b"third".to_vec())
     );
-    assert_eq!(third.discontinuity().map(|gap| gap.missing), Some(1));
+    assert_eq!(third.info().discontinuity.map(|gap| gap.missing), Some(1));
     let done = local.end().event("done");
     assert_eq!((&done["samples"], &done["lost"]), (&2.into(), &1.into()));
 }
@@ -172,7 +172,7 @@ fn publish_until_next(
     before: u64,
 ) -> (u64, u64) {
     let sample = publish_until_sample(publisher, subscriber);
-    let gap = sample.discontinuity();
+    let gap = sample.info().discontinuity;
     let missing = gap.map_or(0, |gap| gap.missing);
     assert_eq!(gap.and_then(|gap| gap.previous), None);
     assert_eq!(sample.sequence(), before + 1 + missing, "{gap:?}");
@@ -286,7 +286,7 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
     assert!(matches!(gone, Some(Error::PeerGone { .. })), "{gone:?}");
     let _second = pair.near.start(&arguments);
     let samples = std::iter::repeat_with(|| follows.receive(&stream, LONG).unwrap());
-    let mut gaps = samples.filter_map(|sample| sample.discontinuity());
+    let mut gaps = samples.filter_map(|sample| sample.info().discontinuity);
     let gap = gaps.find(|gap| gap.previous.is_some()).unwrap();
     assert_eq!(gap.missing, 0, "another publisher's numbers begin anew");
 }
@@ -430,7 +430,7 @@ fn follow_to_next_run(publisher: &Publisher, subscriber: &mut Subscriber, before
     let (mut last, start) = (before, Instant::now());
     while start.elapsed() < PATIENCE {
         let sample = publish_until_sample(publisher, subscriber);
-        let gap = sample.discontinuity();
+        let gap = sample.info().discontinuity;
         last += 1 + gap.map_or(0, |gap| gap.missing);
         assert_eq!(sample.sequence(), last, "{gap:?}");
         if gap.is_some_and(|gap| gap.previous.is_some()) {
@@ -528,7 +528,7 @@ fn overwhelm(policy: &str, count: usize) -> Overwhelmed {
     while start.elapsed() < LONG {
         match slow.receive(&stream, Duration::from_millis(50)) {
             Ok(sample) => {
-                let missing = sample.discontinuity().map_or(0, |gap| gap.missing);
+                let missing = sample.info().discontinuity.map_or(0, |gap| gap.missing);
                 let next = got.last().map(|&last: &u64| last + 1 + missing);
                 assert_eq!(sample.sequence(), next.unwrap_or(sample.sequence()));
                 got.push(sample.sequence());
@@ -662,7 +662,7 @@ fn whichever_process_is_killed_nothing_comes_twice_and_samples_come_again() {
             let sample = subscriber.receive(&stream, LONG);
             let sample = sample.unwrap_or_else(|error| panic!("kill {kill} of {victim}: {error}"));
             assert_eq!(sample.to_vec(LONG).unwrap(), b"frame");
-            let (sequence, gap) = (sample.sequence(), sample.discontinuity());
+            let (sequence, gap) = (sample.sequence(), sample.info().discontinuity);
             let missing = gap.map_or(0, |gap| gap.missing);
             if sequence != last + 1 + missing {
                 // Only a run of the publisher begins anew; a bridge's run goes on with its numbers.

@@ -444,7 +444,7 @@ fn a_version_that_a_program_publishes_is_listed_as_well() {
     let row = stage.ls().remove(0);
     assert_eq!(
         (&row["version"], &row["tensors"], &row["holders"]),
-        (&published.version().into(), &1.into(), &1.into()),
+        (&published.version.into(), &1.into(), &1.into()),
         "{row}"
     );
 }
@@ -459,9 +459,9 @@ fn a_keeper_without_files_keeps_what_processes_publish_and_the_next_one_takes_it
     let mut first = stage.world.start(&arguments);
     assert_eq!(first.wait_for("waiting", 1)[0]["name"], "w");
     let layout = Layout::contiguous(DType::U8, &[2]).unwrap();
-    let builder = Weights::builder(&open_device(), [("c", layout)]).unwrap();
-    let weights = builder.metadata(r#"{"model": "m", "plan": {"of": 1}, "tp": 2}"#);
-    let weights = weights.finish().unwrap();
+    let mut builder = Weights::builder(&open_device(), [("c", layout)]).unwrap();
+    builder.metadata = br#"{"model": "m", "plan": {"of": 1}, "tp": 2}"#.to_vec();
+    let weights = builder.finish().unwrap();
     let published = weights.publish(&stage.domain(), "w", PATIENCE).unwrap();
     let row = stage.ls().remove(0);
     assert_eq!(
@@ -482,7 +482,7 @@ fn a_keeper_without_files_keeps_what_processes_publish_and_the_next_one_takes_it
     let ready = second.wait_for("ready", 1).remove(0);
     assert_eq!(
         (&ready["from"], &ready["version"]),
-        (&"processes".into(), &published.version().into()),
+        (&"processes".into(), &published.version.into()),
         "{ready}"
     );
     second.signal(Signal::TERM);
@@ -500,8 +500,9 @@ fn a_version_whose_hashes_are_still_computed_is_taken_over_once_they_are_there()
     first.wait_for("waiting", 1);
     // Enough to keep the CPU busy until the next keeper checks it.
     let layout = Layout::contiguous(DType::U8, &[64 << 20]).unwrap();
-    let builder = Weights::builder(&open_device(), [("large", layout)]).unwrap();
-    let weights = builder.hash(Hashing::Later).finish().unwrap();
+    let mut builder = Weights::builder(&open_device(), [("large", layout)]).unwrap();
+    builder.hashing = Hashing::Later;
+    let weights = builder.finish().unwrap();
     let published = weights.publish(&stage.domain(), "w", PATIENCE).unwrap();
     first.signal(Signal::KILL);
     first.end();
@@ -509,7 +510,7 @@ fn a_version_whose_hashes_are_still_computed_is_taken_over_once_they_are_there()
     let ready = second.wait_for("ready", 1).remove(0);
     assert_eq!(
         (&ready["from"], &ready["version"]),
-        (&"processes".into(), &published.version().into()),
+        (&"processes".into(), &published.version.into()),
         "{ready}"
     );
     second.signal(Signal::TERM);

@@ -95,8 +95,9 @@ pub fn weights(
         Backend::Cuda => segments.count * segments.pieces,
     };
     ensure!(tensors.pieces() as u64 == pieces, "{tensors:?}");
-    let builder = Weights::builder(&context.device, [])?;
-    Ok(builder.beside(tensors).finish()?)
+    let mut builder = Weights::builder(&context.device, [])?;
+    builder.in_place = Some(tensors);
+    Ok(builder.finish()?)
 }
 
 /// Weights with one tensor more than `base`, of which they share the others: tensor `tN` has the words
@@ -108,7 +109,7 @@ pub fn beside_base(context: &Context, base: &SharedWeights, seed: u64) -> Result
     const COUNT: u64 = 4096;
     let number = base.tensors().len() as u64;
     let name = format!("t{number}");
-    let builder = Weights::builder(&context.device, [(name.as_str(), words(COUNT)?)])?;
+    let mut builder = Weights::builder(&context.device, [(name.as_str(), words(COUNT)?)])?;
     let (stream, memory) = (
         context.stream()?,
         builder.memory().context("memory of a tensor")?,
@@ -116,7 +117,8 @@ pub fn beside_base(context: &Context, base: &SharedWeights, seed: u64) -> Result
     memory.used_on(&stream);
     // SAFETY: the words lie in the builder's memory, which is kept until the stream is past them.
     unsafe { fill_words(&stream, memory.ptr(), COUNT, seed + number, Duration::ZERO)? };
-    Ok(builder.base(base).hash(Hashing::Later).finish()?)
+    (builder.base, builder.hashing) = (Some(base.into()), Hashing::Later);
+    Ok(builder.finish()?)
 }
 
 /// Reads all tensors.
@@ -135,7 +137,7 @@ pub fn check(
         let tensor = weights
             .tensor(&name)
             .context("a tensor that was published")?;
-        let wrong = wrong_words(tensor.memory(), &stream, counters, seed + number)?;
+        let wrong = wrong_words(&tensor.memory, &stream, counters, seed + number)?;
         ensure!(wrong == 0, "{wrong} words of {name} are wrong");
     }
     Ok(())
@@ -176,10 +178,7 @@ pub fn refused(context: &Context, freed: &Sender<()>) -> Result<()> {
             ),
             "{added:?}"
         );
-        ensure!(
-            (tensors.len(), tensors.pieces()) == (1, held),
-            "{tensors:?}"
-        );
+        ensure!(tensors.pieces() == held, "{tensors:?}");
     }
     Ok(())
 }

@@ -225,11 +225,11 @@ mod tests {
     fn run(name: &str, args: &[u64]) {
         let kernel = ALL
             .iter()
-            .find(|kernel| kernel.name().to_str() == Ok(name))
+            .find(|kernel| kernel.name.to_str() == Ok(name))
             .expect("the kernel is listed");
         // SAFETY: every test here passes the kernel's own arguments, over memory that it owns.
         unsafe {
-            (kernel.host_kernel())(KernelLaunch {
+            (kernel.host)(KernelLaunch {
                 grid: 1,
                 block: 256,
                 args,

@@ -17,7 +17,7 @@
 //! let mut words = [0u64; 100];
 //! let args = [words.as_mut_ptr() as u64, 100, 7];
 //! // SAFETY: the arguments are what `fill` takes, and name 100 words of this function's own.
-//! unsafe { (warpipe_kernels::FILL.host_kernel())(KernelLaunch { grid: 1, block: 256, args: &args }) };
+//! unsafe { (warpipe_kernels::FILL.host)(KernelLaunch { grid: 1, block: 256, args: &args }) };
 //! assert_eq!(words[42], warpipe_kernels::pattern(7, 42));
 //! ```
 #![deny(missing_docs)]
@@ -394,7 +394,7 @@ mod tests {
     #[test]
     fn every_kernel_is_an_entry_of_the_committed_ptx_with_parameters_of_64_bits() {
         for kernel in ALL {
-            let name = kernel.name().to_str().expect("a kernel's name is ASCII");
+            let name = kernel.name.to_str().expect("a kernel's name is ASCII");
             let (count, wide) =
                 parameters(name).unwrap_or_else(|| panic!("no entry {name} in kernels.ptx"));
             assert!(
@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     fn all_kernels_share_one_module_so_that_it_is_loaded_once() {
-        assert!(ALL.iter().all(|kernel| std::ptr::eq(kernel.ptx(), MODULE)));
+        assert!(ALL.iter().all(|kernel| std::ptr::eq(kernel.ptx, MODULE)));
     }
 
     #[test]

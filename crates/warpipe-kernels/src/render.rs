@@ -271,7 +271,7 @@ mod tests {
     fn every_kernel_is_an_entry_of_the_committed_ptx_with_as_many_parameters_as_its_host_version_takes()
      {
         for (kernel, count) in ALL.iter().zip([7, 2, 7, 7]) {
-            let name = kernel.name().to_str().unwrap();
+            let name = kernel.name.to_str().unwrap();
             let (_, after) = TEXT
                 .split_once(&format!(".visible .entry {name}("))
                 .expect(name);
@@ -287,7 +287,7 @@ mod tests {
             let wrong = std::panic::catch_unwind(|| {
                 // SAFETY: a wrong number of arguments stops the host version before it touches memory.
                 unsafe {
-                    (kernel.host_kernel())(KernelLaunch {
+                    (kernel.host)(KernelLaunch {
                         grid: 1,
                         block: 256,
                         args: &[0; 3],

@@ -146,14 +146,6 @@ impl AllocationClient {
         Ok(base.add_subclass(AllocationClient { handle }))
     }
 
-    /// The sharing process.
-    ///
-    /// Raises ``ClosedError``.
-    #[getter]
-    fn owner_pid(&self, py: Python<'_>) -> PyResult<i32> {
-        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.owner_pid()))?)
-    }
-
     /// Whether the server has closed, or its process has died.
     ///
     /// Raises ``ClosedError``.

@@ -69,14 +69,14 @@ impl Frame {
         device: &warpipe::Device,
         patience: Option<Duration>,
     ) -> Frame {
-        let (in_place, sequence) = (sample.is_in_place(), sample.sequence());
-        let (sent_at_ns, received_at_ns) = (sample.sent_at_ns(), sample.received_at_ns());
-        let discontinuity = sample.discontinuity().map(Info);
+        let (known, sequence) = (sample.info(), sample.sequence());
+        let (sent_at_ns, received_at_ns) = (known.sent_at_ns, known.received_at_ns);
+        let discontinuity = known.discontinuity.map(Info);
         let memory = Memory::of_sample(&Arc::new(SampleHolder::new(sample, patience)), device);
         let owner = Holding::new("sample", Some(sequence), memory);
         Frame {
             owner,
-            in_place,
+            in_place: known.is_in_place,
             sequence,
             sent_at_ns,
             received_at_ns,

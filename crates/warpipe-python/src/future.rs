@@ -493,7 +493,7 @@ impl Pending {
         let future = slf.as_super().get();
         future.endpoint.check()?;
         match &future.source {
-            Submitted::Request(pending) => Ok(pending.deadline_ns()),
+            Submitted::Request(pending) => Ok(pending.deadline_ns),
             Submitted::Job(_) => unreachable!("a request has a deadline"),
         }
     }

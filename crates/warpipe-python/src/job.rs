@@ -72,9 +72,9 @@ impl Result {
         device: &warpipe::Device,
     ) -> PyResult<Py<Result>> {
         let ours = Result {
-            job: result.job(),
-            attempt: result.attempt(),
-            worker_pid: result.worker_pid(),
+            job: result.job,
+            attempt: result.attempt,
+            worker_pid: result.worker_pid,
         };
         let metadata = result.metadata().to_vec();
         let frame = Frame::with_metadata(result.into_sample(), metadata, device, None);

@@ -386,7 +386,7 @@ impl JobEndpoint {
             let (error, unused): (Fault, _) = match self.end() {
                 Ok(end) => match end.submit(loan, &stream, deadline_ns, wait) {
                     Ok(submitted) => return Ok(submitted),
-                    Err(failed) => (failed.error.into(), failed.loan.map(|loan| *loan)),
+                    Err(failed) => (failed.error.into(), failed.returned.map(|loan| *loan)),
                 },
                 Err(closed) => (closed, Some(loan)),
             };

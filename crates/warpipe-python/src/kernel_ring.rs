@@ -3,7 +3,7 @@
 use std::fmt;
 
 use pyo3::prelude::*;
-use warpipe::Wait;
+use warpipe::{RingInfo, Wait};
 
 use crate::closeable::Named;
 use crate::detached::call;
@@ -97,16 +97,23 @@ impl Step {
 }
 
 impl KernelRing {
-    fn new(py: Python<'_>, inner: warpipe::KernelRing) -> PyResult<Py<KernelRing>> {
-        let device = inner.device().clone();
-        let (is_producer, depth, slot_bytes) =
-            (inner.is_producer(), inner.depth(), inner.slot_bytes());
-        let name = inner.name().to_owned();
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        device: warpipe::Device,
+        inner: warpipe::KernelRing,
+    ) -> PyResult<Py<KernelRing>> {
+        let RingInfo {
+            is_producer,
+            depth,
+            slot_bytes,
+            ..
+        } = inner.info();
         let ring = Ring {
             inner,
             consumers: Consumers::default(),
         };
-        CloseableHandle::object(py, "kernel ring", &name, ring, |handle| KernelRing {
+        CloseableHandle::object(py, "kernel ring", name, ring, |handle| KernelRing {
             handle,
             device,
             is_producer,
@@ -180,7 +187,7 @@ impl KernelRing {
             ..default
         };
         let made = call(py, || warpipe::KernelRing::new(name, options))?;
-        KernelRing::new(py, made)
+        KernelRing::new(py, name, device, made)
     }
 
     /// Opens a ring as a consumer, waiting up to ``wait`` seconds (None: no limit) until it exists.
@@ -203,7 +210,7 @@ impl KernelRing {
         let options = warpipe::OpenOptions::at(&domain, &device);
         let open = |wait: Wait<'_>| Ok(warpipe::KernelRing::open(name, options, wait)?);
         let ring = waiting(py, wait, || Ok(()), open)?;
-        KernelRing::new(py, ring)
+        KernelRing::new(py, name, device, ring)
     }
 
     /// The device of this side's kernels.

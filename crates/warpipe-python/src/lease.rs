@@ -111,16 +111,16 @@ impl Lease {
         lease: warpipe::Lease,
         context: &LeaseContext,
     ) -> PyResult<Py<Lease>> {
-        let (metadata, queue_pid) = (lease.metadata().to_vec(), lease.queue_pid());
+        let (metadata, queue_pid) = (lease.metadata().to_vec(), lease.queue_pid);
         let (input, answer_handle) = lease.split();
         let frame = Frame::with_metadata(input, metadata, &context.device, context.patience);
         let lease = Lease {
             home: Home::here(),
             context: context.clone(),
-            job: answer_handle.job(),
-            attempt: answer_handle.attempt(),
+            job: answer_handle.job,
+            attempt: answer_handle.attempt,
             queue_pid,
-            deadline_ns: answer_handle.deadline_ns(),
+            deadline_ns: answer_handle.deadline_ns,
             answer_handle: Mutex::new(Some(DropDetached::new(answer_handle))),
         };
         Py::new(py, frame.whole().add_subclass(lease))
@@ -283,8 +283,11 @@ impl Lease {
         let goes_on = || Ok(());
         let said = waiting(py, lease.context.patience, goes_on, |wait| {
             word.send(owed, wait).map_err(|failed| {
-                back = failed.answer_handle.map(|owed| DropDetached::new(*owed));
-                word.restore_output(failed.output);
+                back = failed
+                    .returned
+                    .answer_handle
+                    .map(|owed| DropDetached::new(*owed));
+                word.restore_output(failed.returned.output);
                 failed.error.into()
             })
         });

@@ -52,9 +52,6 @@ pub struct Leases {
     inbox: Inbox<Source, Lease>,
     /// What a late wait has waited for, before the name.
     thing: &'static str,
-    /// The process of a worker's queue.
-    #[pyo3(get, name = "_queue_pid")]
-    queue_pid: Option<i32>,
     context: LeaseContext,
 }
 
@@ -106,7 +103,7 @@ impl Leases {
         let handshake_timeout = seconds(handshake_timeout, "handshake_timeout")?;
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let stream = stream_of(py, &device, stream)?;
-        let (what, thing, source, queue_pid) = if server {
+        let (what, thing, source) = if server {
             let default = warpipe::ServerOptions::at(&domain, &device);
             let options = warpipe::ServerOptions {
                 answer_timeout,
@@ -117,7 +114,7 @@ impl Leases {
                 ..default
             };
             let server = call(py, || warpipe::Server::new(name, options))?;
-            ("server", "a request to", Source::Server(server), None)
+            ("server", "a request to", Source::Server(server))
         } else {
             let default = warpipe::WorkerOptions::at(&domain, &device);
             let options = warpipe::WorkerOptions {
@@ -129,8 +126,7 @@ impl Leases {
             };
             let attach = |wait: Wait<'_>| Ok(warpipe::Worker::wait_for(name, options, wait)?);
             let worker = waiting(py, wait, || Ok(()), attach)?;
-            let queue_pid = Some(worker.queue_pid());
-            ("worker", "a job of", Source::Worker(worker), queue_pid)
+            ("worker", "a job of", Source::Worker(worker))
         };
         let context = LeaseContext {
             device,
@@ -147,7 +143,6 @@ impl Leases {
         Ok(base.add_subclass(Leases {
             inbox,
             thing,
-            queue_pid,
             context,
         }))
     }
@@ -206,7 +201,7 @@ impl Leases {
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
         self.inbox.ask(py, |source| match source {
             Source::Worker(worker) => worker.as_fd().as_raw_fd(),
-            Source::Server(server) => server.as_raw_fd(),
+            Source::Server(server) => server.as_fd().as_raw_fd(),
         })
     }
 

@@ -109,37 +109,37 @@ impl LegacyHandle {
     /// The range's length in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
-        self.inner.bytes()
+        self.inner.info().bytes
     }
 
     /// The offset of the range in its allocation, in bytes.
     #[getter]
     fn offset(&self) -> u64 {
-        self.inner.offset()
+        self.inner.info().offset
     }
 
     /// The length of the allocation. A process that opens the handle can access all of it.
     #[getter]
     fn allocation_nbytes(&self) -> u64 {
-        self.inner.allocation_bytes()
+        self.inner.info().allocation_bytes
     }
 
     /// The device that owns the memory: its ``Device.uuid``.
     #[getter]
     fn device(&self) -> String {
-        self.inner.device().to_string()
+        self.inner.info().device.to_string()
     }
 
     /// The exporter's process id, in its own PID namespace.
     #[getter]
     fn pid(&self) -> i32 {
-        self.inner.pid()
+        self.inner.info().pid
     }
 
     /// The ``CUipcMemHandle`` itself, of the allocation's base.
     #[getter]
     fn raw<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.inner.raw())
+        PyBytes::new(py, &self.inner.info().raw)
     }
 
     /// The handle as bytes, of variable length.
@@ -158,8 +158,8 @@ impl LegacyHandle {
     fn __repr__(&self) -> String {
         format!(
             "LegacyHandle(nbytes={}, pid={})",
-            self.inner.bytes(),
-            self.inner.pid()
+            self.inner.info().bytes,
+            self.inner.info().pid
         )
     }
 }

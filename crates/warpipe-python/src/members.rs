@@ -62,7 +62,7 @@ impl Member {
             };
             warpipe::Member::new(name, options)
         })?;
-        let generation = joined.generation();
+        let generation = joined.generation;
         let role = role.to_owned();
         CloseableHandle::object(py, "membership", name, joined, |handle| Member {
             handle,
@@ -124,7 +124,7 @@ fn sleep_once(
 ) -> Result<Option<warpipe::Change>, Error> {
     let has_slept = Cell::new(false);
     let cancelled = || has_slept.replace(true);
-    members.changes(Wait::at_most(limit).unless(&cancelled))
+    members.changes(Wait::from(limit).unless(&cancelled))
 }
 
 #[pymethods]

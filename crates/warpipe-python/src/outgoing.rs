@@ -36,7 +36,7 @@ pub fn dispatch(
             Ok(sequence) => return Ok(sequence),
             Err(unsent) => unsent,
         };
-        if let Some(sample) = unsent.sample {
+        if let Some(sample) = unsent.returned {
             // Work that fills the slot may still be pending.
             let _ = sample.discard(stream);
         }

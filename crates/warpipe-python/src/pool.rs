@@ -206,14 +206,6 @@ impl PoolClient {
         CloseableHandle::object(py, "visit to the pool", name, client, object)
     }
 
-    /// The owner's process id.
-    ///
-    /// Raises ``ClosedError``.
-    #[getter]
-    fn owner_pid(&self, py: Python<'_>) -> PyResult<i32> {
-        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.owner_pid()))?)
-    }
-
     /// Whether the owner has closed the pool, or has died. Its blocks stay valid.
     ///
     /// Raises ``ClosedError``.

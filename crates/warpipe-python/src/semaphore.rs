@@ -86,12 +86,12 @@ impl Endpoint for HeldPermit {
 impl Semaphore {
     fn new(
         py: Python<'_>,
+        name: &str,
         inner: warpipe::Semaphore,
         device: warpipe::Device,
     ) -> PyResult<Py<Semaphore>> {
-        let name = inner.name().to_owned();
         let object = |handle| Semaphore { handle, device };
-        CloseableHandle::object(py, "semaphore", &name, inner, object)
+        CloseableHandle::object(py, "semaphore", name, inner, object)
     }
 
     fn permit(
@@ -104,7 +104,7 @@ impl Semaphore {
         if let Some(consumer) = &consumer {
             consumer.lead(py)?;
         }
-        let passed = inner.passed();
+        let passed = inner.passed;
         let inner = Mutex::new(Some(inner));
         let held = Arc::new(HeldPermit { consumer, inner });
         close_at_exit(&held)?;
@@ -158,7 +158,7 @@ impl Semaphore {
             };
             warpipe::Semaphore::new(name, options)
         })?;
-        Semaphore::new(py, made, device)
+        Semaphore::new(py, name, made, device)
     }
 
     /// Opens the semaphore of this name, waiting up to ``wait`` seconds (None: no limit) until it
@@ -181,7 +181,7 @@ impl Semaphore {
         let options = warpipe::OpenOptions::at(&domain, &device);
         let open = |wait: Wait<'_>| Ok(warpipe::Semaphore::open(name, options, wait)?);
         let opened = waiting(py, wait, || Ok(()), open)?;
-        Semaphore::new(py, opened, device)
+        Semaphore::new(py, name, opened, device)
     }
 
     /// The device of the streams that take permits.
@@ -195,7 +195,7 @@ impl Semaphore {
     /// Raises ``ClosedError``.
     #[getter]
     fn permits(&self, py: Python<'_>) -> PyResult<u32> {
-        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.permits()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.state().permits))?)
     }
 
     /// How many are free at this moment, for display only.
@@ -203,7 +203,7 @@ impl Semaphore {
     /// Raises ``ClosedError``.
     #[getter]
     fn available(&self, py: Python<'_>) -> PyResult<u32> {
-        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.available()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.state().available))?)
     }
 
     /// How many wait at this moment, for display only.
@@ -211,7 +211,7 @@ impl Semaphore {
     /// Raises ``ClosedError``.
     #[getter]
     fn waiting(&self, py: Python<'_>) -> PyResult<u32> {
-        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.waiting()))?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.state().waiting))?)
     }
 
     /// Waits up to ``timeout`` seconds (None: no limit) for a permit. With ``stream``, that stream

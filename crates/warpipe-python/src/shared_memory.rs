@@ -141,8 +141,8 @@ impl Published {
     fn ticket(&self, py: Python<'_>, offset: u64, nbytes: Option<u64>) -> PyResult<Ticket> {
         let published = self.handle.get()?;
         let inner = py.detach(|| match nbytes {
-            Some(nbytes) => published.ticket_of(offset..offset.saturating_add(nbytes)),
-            None => published.ticket_of(offset..),
+            Some(nbytes) => published.ticket(offset..offset.saturating_add(nbytes)),
+            None => published.ticket(offset..),
         });
         Ok(Ticket {
             inner: inner.map_err(Fault::from)?,

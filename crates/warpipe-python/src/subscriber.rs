@@ -1,6 +1,6 @@
 //! `Subscriber`.
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use pyo3::exceptions::PyStopIteration;
@@ -156,8 +156,9 @@ impl Subscriber {
     /// Raises ``ClosedError``.
     #[getter]
     fn publisher_state(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
-        self.inbox
-            .ask(py, |subscriber| subscriber.publisher_state().map(word_of))
+        self.inbox.ask(py, |subscriber| {
+            subscriber.publisher().map(|it| word_of(it.state))
+        })
     }
 
     /// The publisher's process id; None without a publisher.
@@ -165,7 +166,8 @@ impl Subscriber {
     /// Raises ``ClosedError``.
     #[getter]
     fn publisher_pid(&self, py: Python<'_>) -> PyResult<Option<i32>> {
-        self.inbox.ask(py, |subscriber| subscriber.publisher_pid())
+        self.inbox
+            .ask(py, |subscriber| subscriber.publisher().map(|it| it.pid))
     }
 
     /// Frames that it did not get because of the publisher's policy.
@@ -206,7 +208,8 @@ impl Subscriber {
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
-        self.inbox.ask(py, |subscriber| subscriber.as_raw_fd())
+        self.inbox
+            .ask(py, |subscriber| subscriber.as_fd().as_raw_fd())
     }
 
     /// Closes the link. Received frames stay valid. Closing twice is no error.

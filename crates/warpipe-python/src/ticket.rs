@@ -94,31 +94,31 @@ impl Ticket {
     /// The domain's directory.
     #[getter]
     fn domain(&self) -> PathBuf {
-        self.inner.domain().to_owned()
+        self.inner.info().domain.to_owned()
     }
 
     /// The endpoint's name.
     #[getter]
     fn name(&self) -> &str {
-        self.inner.name()
+        self.inner.info().name
     }
 
     /// The kind of the endpoint: ``"memory"`` or ``"pool"``.
     #[getter]
     fn kind(&self) -> String {
-        self.inner.kind().to_string()
+        self.inner.info().kind.to_string()
     }
 
     /// The device that the memory is on (its ``Device.uuid``), or None if unknown.
     #[getter]
     fn device(&self) -> Option<String> {
-        self.inner.device().map(|device| device.to_string())
+        self.inner.info().device.map(|device| device.to_string())
     }
 
     /// Its length, or None if unknown.
     #[getter]
     fn nbytes(&self) -> Option<u64> {
-        self.inner.bytes()
+        self.inner.info().bytes
     }
 
     /// Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: no

@@ -29,10 +29,14 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    fn new(py: Python<'_>, inner: warpipe::Timeline) -> PyResult<Py<Timeline>> {
-        let (device, is_owner) = (inner.device().clone(), inner.is_owner());
-        let name = inner.name().to_owned();
-        CloseableHandle::object(py, "timeline", &name, inner, |handle| Timeline {
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        device: warpipe::Device,
+        inner: warpipe::Timeline,
+        is_owner: bool,
+    ) -> PyResult<Py<Timeline>> {
+        CloseableHandle::object(py, "timeline", name, inner, |handle| Timeline {
             handle,
             device,
             is_owner,
@@ -70,7 +74,7 @@ impl Timeline {
             };
             warpipe::Timeline::new(name, options)
         })?;
-        Timeline::new(py, made)
+        Timeline::new(py, name, device, made, true)
     }
 
     /// Opens a timeline, waiting up to ``wait`` seconds (None: no limit) until it exists.
@@ -92,7 +96,7 @@ impl Timeline {
         let options = warpipe::OpenOptions::at(&domain, &device);
         let open = |wait: Wait<'_>| Ok(warpipe::Timeline::open(name, options, wait)?);
         let timeline = waiting(py, wait, || Ok(()), open)?;
-        Timeline::new(py, timeline)
+        Timeline::new(py, name, device, timeline, false)
     }
 
     /// The device of the streams that signal and wait.

@@ -110,7 +110,7 @@ pub fn waiting<T: Send, Held>(
             }
             end.borrow().is_some()
         };
-        let wait = Wait::at_most(limit.unwrap_or(Duration::MAX)).unless(&cancelled);
+        let wait = Wait::from(limit.unwrap_or(Duration::MAX)).unless(&cancelled);
         let done = call(wait);
         match end.take() {
             // What has come after the cancellation is dropped.

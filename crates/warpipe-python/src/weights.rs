@@ -177,7 +177,7 @@ impl Version {
     pub fn into_python(self, py: Python<'_>) -> PyResult<Bound<'_, SharedWeights>> {
         let Version { place, owner } = self;
         let weights = weights_of(&owner);
-        let (opened, nbytes) = (weights.version(), weights.bytes());
+        let (opened, nbytes) = (weights.version(), weights.info().bytes);
         let name = place.name.clone();
         let object = |handle| SharedWeights {
             handle,
@@ -216,7 +216,7 @@ impl SharedWeights {
 
     fn find<R>(&self, name: &str, read: impl FnOnce(&TensorInfo) -> R) -> PyResult<R> {
         let owner = self.handle.get()?;
-        let found = weights_of(&owner).tensor_info(name).map(read);
+        let found = weights_of(&owner).tensor(name).map(|it| read(&it.info));
         found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))
     }
 }
@@ -245,7 +245,7 @@ impl SharedWeights {
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let owner = self.handle.get()?;
         let weights = weights_of(&owner);
-        PyList::new(py, weights.tensors().iter().map(TensorInfo::name))
+        PyList::new(py, weights.tensors().iter().map(|tensor| &*tensor.name))
     }
 
     /// Where a tensor begins in the memory: a multiple of 512. The memory may have parts that are not
@@ -254,7 +254,7 @@ impl SharedWeights {
     ///
     /// Raises ``KeyError``, ``ClosedError``.
     fn offset(&self, name: &str) -> PyResult<u64> {
-        self.find(name, TensorInfo::offset)
+        self.find(name, |tensor| tensor.offset)
     }
 
     /// The hash of a tensor's bytes: 128 bits of XXH3. None if it has not been computed.
@@ -265,7 +265,7 @@ impl SharedWeights {
         py: Python<'py>,
         name: &str,
     ) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let hash = self.find(name, TensorInfo::hash)?;
+        let hash = self.find(name, |tensor| tensor.hash)?;
         Ok(hash.map(|hash| PyBytes::new(py, &hash)))
     }
 
@@ -275,7 +275,7 @@ impl SharedWeights {
     #[getter]
     fn hash(&self) -> PyResult<&'static str> {
         let owner = self.handle.get()?;
-        Ok(weights_of(&owner).hashing().name())
+        Ok(weights_of(&owner).info().hashing.name())
     }
 
     /// Whether each tensor had a content hash when these weights were opened.
@@ -284,13 +284,13 @@ impl SharedWeights {
     #[getter]
     fn is_hashed(&self) -> PyResult<bool> {
         let owner = self.handle.get()?;
-        Ok(weights_of(&owner).is_hashed())
+        Ok(weights_of(&owner).info().is_hashed)
     }
 
     /// What the publisher gave with the version, as JSON; empty if it gave nothing.
     fn _metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let owner = self.handle.get()?;
-        Ok(PyBytes::new(py, weights_of(&owner).metadata()))
+        Ok(PyBytes::new(py, weights_of(&owner).info().metadata))
     }
 
     fn __getitem__(&self, py: Python<'_>, name: &str) -> PyResult<Py<View>> {
@@ -298,7 +298,7 @@ impl SharedWeights {
         let owner: Arc<MemoryOwner> = (**open).clone();
         let tensor = weights_of(&owner).tensor(name);
         let tensor = tensor.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
-        let (layout, address) = (*tensor.layout(), tensor.memory().ptr());
+        let (layout, address) = (tensor.info.layout, tensor.memory.ptr());
         let memory = Memory {
             layout,
             address,
@@ -315,7 +315,7 @@ impl SharedWeights {
         let Ok(name) = name.extract::<String>() else {
             return Ok(false);
         };
-        Ok(weights_of(&owner).tensor_info(&name).is_some())
+        Ok(weights_of(&owner).tensor(&name).is_some())
     }
 
     fn __len__(&self) -> PyResult<usize> {
@@ -508,7 +508,7 @@ impl Keeper {
     #[getter]
     fn version(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         let keeper = self.handle.get()?;
-        call(py, || keeper.version())
+        call(py, || Ok(keeper.state()?.version))
     }
 
     /// The version that was taken over from another process. It is offered once ``verify`` has
@@ -518,7 +518,7 @@ impl Keeper {
     #[getter]
     fn candidate(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         let keeper = self.handle.get()?;
-        call(py, || keeper.candidate())
+        call(py, || Ok(keeper.state()?.candidate))
     }
 
     fn __reduce__(&self) -> PyResult<()> {
@@ -555,7 +555,7 @@ impl PublishedWeights {
         nbytes: u64,
         copied: u64,
     ) -> PyResult<Py<PublishedWeights>> {
-        let version = published.version();
+        let version = published.version;
         let object = |handle| PublishedWeights {
             handle,
             version,
@@ -632,7 +632,7 @@ fn _keep_weights(
     };
     let to_keep = name.to_owned();
     let keeper = on_a_thread(py, move || weights::Keeper::new(&to_keep, options))?;
-    let unanswered = keeper.unanswered();
+    let unanswered = keeper.state().map_err(Fault::from)?.unanswered;
     let object = |handle| Keeper { handle, unanswered };
     CloseableHandle::object(py, "keeper", name, keeper, object)
 }

@@ -190,23 +190,22 @@ pub fn _publish_weights(
     } = options;
     let build = || -> Result<WeightsBuilder, Error> {
         let laid = laid.iter().map(|(name, layout)| (name.as_str(), *layout));
-        let builder = Weights::builder(&device, laid)?;
-        let builder = builder.beside(lying.tensors).hash(hashing);
-        let builder = builder.metadata(metadata);
-        let named = aliases.iter();
-        Ok(named.fold(builder, |builder, (name, index)| {
-            builder.alias(name, numbers[index])
-        }))
+        let mut builder = Weights::builder(&device, laid)?;
+        (builder.in_place, builder.hashing) = (Some(lying.tensors), hashing);
+        builder.metadata = metadata.into();
+        let named = aliases.into_iter();
+        let named = named.map(|(name, index)| (numbers[&index], name));
+        builder.aliases = named.collect();
+        Ok(builder)
     };
     let mut builder = call(py, build)?;
     clock.end("allocate");
     search.fill(py, &mut builder, found)?;
     clock.end("copy");
     let publish = |wait: Wait<'_>| {
-        let builder = match base {
-            None => builder,
-            Some(base) => builder.base(base.find(&domain, name, &wait)?),
-        };
+        if let Some(base) = base {
+            builder.base = Some(base.find(&domain, name, &wait)?);
+        }
         let weights = builder.finish()?;
         clock.end("describe");
         let published = weights.publish(&domain, name, &wait)?;

@@ -190,7 +190,7 @@ def test_a_block_is_lent_and_comes_back(domain, device):
         lent = warpipe.LentBuffer.open(block.lend(), device=device)
         assert (lent.name, lent.read_only) == ("scratch", True) and as_numpy(lent.view(4, "int32")).tolist() == [0, 1, 2, 3]
         client = warpipe.PoolClient.open("scratch", domain=domain, device=device)
-        assert client.owner_pid == os.getpid() and not client.is_owner_gone
+        assert not client.is_owner_gone
         own = client.allocate(4096)
         assert not own.read_only and pool.stats.lent_nbytes >= 4096 and pool.stats.peers >= 1
         ticket = block.lend()

@@ -236,6 +236,8 @@ WITHOUT_COUNTERPART = {
     "PeerCredentials": "of `policy_of`, which would run Python where subscribers are accepted",
     **dict.fromkeys(["Kernel", "KernelLaunch", "HostKernel"], "kernels are the frameworks'"),
     "AllocationStats": "in warpipe.torch",
+    **dict.fromkeys(["LegacyInfo", "PublisherInfo", "RingInfo", "SampleInfo", "SemaphoreState", "TicketInfo"], "attributes of the object"),
+    **dict.fromkeys(["Returned", "Unanswered"], "what comes back from a call that failed"),
     **dict.fromkeys(
         ["DeviceFault", "HandleFault", "HandshakeFault", "Expiry", "Holder", "JobEnd", "PeerLimit",
          "PointerKind", "FileFault", "LimitFault", "Loss", "NameFault", "StateFault", "WeightsFault", "WeightsFileFault",
@@ -243,7 +245,7 @@ WITHOUT_COUNTERPART = {
         "the exception's message and attributes",
     ),
     **dict.fromkeys(
-        ["backend", "interop_cudarc", "fuzzing", "ProcessStats", "process_stats", "pending_closes"],
+        ["backend", "interop_cudarc", "fuzzing", "ProcessStats", "process_stats"],
         "seams and figures for tests",
     ),
 }

@@ -63,7 +63,7 @@ fn export(stage: &Stage, mut talk: Talk) -> Outcome<String> {
             ..PublishOptions::at(&stage.domain)
         },
     )?;
-    talk.tell(published.ticket()?)?;
+    talk.tell(published.ticket(..)?)?;
     talk.expect("written")?;
     talk.tell(if is_pattern(&memory.to_vec(PATIENCE)?) {
         "right"

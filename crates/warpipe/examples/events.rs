@@ -61,7 +61,7 @@ fn record(stage: &Stage, event: &Event) -> Outcome {
     let stream = stage.device.stream()?;
     let (child, mut talk) = stage.start_talking("child")?;
     talk.tell(event.handle()?)?;
-    talk.tell(published.ticket()?)?;
+    talk.tell(published.ticket(..)?)?;
     talk.expect("I saw that nothing was recorded")?;
 
     memory.used_on(&stream);

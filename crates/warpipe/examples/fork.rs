@@ -82,7 +82,7 @@ fn parent(stage: &Stage, child: Forked, mut talk: Talk) -> Outcome<String> {
             ..PublishOptions::at(&stage.domain)
         },
     )?;
-    talk.tell(published.ticket()?)?;
+    talk.tell(published.ticket(..)?)?;
     talk.expect("doubled")?;
     child.finish()?;
 

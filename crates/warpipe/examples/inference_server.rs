@@ -207,7 +207,7 @@ fn ask(stage: &Stage, servers: Vec<Actor>) -> Outcome<String> {
     let (mut processes, mut furthest) = (BTreeSet::new(), 0f64);
     for (request, reply) in pending.into_iter().enumerate() {
         let reply = reply.wait(&stream, PATIENCE)?;
-        processes.insert(reply.worker_pid());
+        processes.insert(reply.worker_pid);
         let error = error_of(&reply, request as u64, &parameters)?;
         ensure(error <= TOLERANCE, || {
             format!("request {request} is {error} from the reference")

@@ -138,7 +138,7 @@ fn sink(stage: &Stage, filters: &mut Vec<Actor>) -> Outcome<String> {
     let (mut next, mut verified, mut lost, mut restarts) = (0, 0, 0, 0);
     while next < FRAMES {
         let frame = doubled.receive(&stream, PATIENCE)?;
-        if let Some(previous) = frame.discontinuity().and_then(|gap| gap.previous) {
+        if let Some(previous) = frame.info().discontinuity.and_then(|gap| gap.previous) {
             println!(
                 "the filter is another one now; the one before was process {}",
                 previous.pid

@@ -110,7 +110,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
         let handle =
             unsafe { LegacyHandle::export(&stage.device, foreign.ptr + at, TENSOR_BYTES)? };
         pipe.tell(handle)?;
-        pipe.tell(published.ticket_of(at..at + TENSOR_BYTES)?)?;
+        pipe.tell(published.ticket(at..at + TENSOR_BYTES)?)?;
     }
 
     // No line is ever written to it: the parent closes standard input when the consumer is done.

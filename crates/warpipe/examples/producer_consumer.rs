@@ -64,7 +64,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
 
     let published = memory.publish(NAME, PublishOptions::at(&stage.domain))?;
     let (file, received) = files(stage);
-    let ticket = published.ticket()?;
+    let ticket = published.ticket(..)?;
     let _ = std::fs::remove_file(&received); // of an earlier run that was killed
     ticket.write_file(&file)?;
     println!("the ticket is in {}", file.display());
@@ -98,7 +98,11 @@ fn consume(stage: &Stage) -> Outcome<String> {
         .chunks_exact(8)
         .map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")))
         .collect();
-    println!("the first words of {:?}: {:x?}", ticket.name(), &words[..4]);
+    println!(
+        "the first words of {:?}: {:x?}",
+        ticket.info().name,
+        &words[..4]
+    );
     let wrong = words
         .iter()
         .zip(0..)

@@ -102,7 +102,7 @@ fn train(stage: &Stage) -> Outcome<String> {
     }
     // Hashes the memory, which nothing may write from now on.
     let weights = builder.finish()?;
-    let version = weights.publish(&stage.domain, NAME, PATIENCE)?.version();
+    let version = weights.publish(&stage.domain, NAME, PATIENCE)?.version;
     Ok(format!("published version {version}"))
 }
 
@@ -140,7 +140,7 @@ fn read(stage: &Stage) -> Outcome<String> {
                 // A kernel of cudarc's would take `&*slice` as an argument; here the host looks.
                 stream.clone_dtoh(&*slice)?
             }
-            None => floats(&shared.memory().to_vec(PATIENCE)?),
+            None => floats(&shared.memory.to_vec(PATIENCE)?),
         };
         ensure(found == parameters(tensor), || {
             format!("{name} has wrong parameters")
@@ -155,13 +155,13 @@ fn slice_of(
     stream: &Arc<CudaStream>,
     tensor: &SharedTensor,
 ) -> Outcome<ManuallyDrop<CudaSlice<f32>>> {
-    ensure(tensor.layout().dtype() == DType::F32, || {
-        format!("{:?} are no floats", tensor.layout())
+    ensure(tensor.info.layout.dtype() == DType::F32, || {
+        format!("{:?} are no floats", tensor.info.layout)
     })?;
-    let floats = usize::try_from(tensor.layout().bytes())? / size_of::<f32>();
+    let floats = usize::try_from(tensor.info.layout.bytes())? / size_of::<f32>();
     // SAFETY: the mapped tensor is as long, holds floats, and lives longer than the slice: the
     // caller has both.
-    let slice = unsafe { stream.upgrade_device_ptr(tensor.memory().ptr(), floats) };
+    let slice = unsafe { stream.upgrade_device_ptr(tensor.memory.ptr(), floats) };
     Ok(ManuallyDrop::new(slice))
 }
 

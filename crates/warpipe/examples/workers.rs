@@ -113,8 +113,8 @@ fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
             killed += 1;
         }
         verify(number, &result)?;
-        redone += u64::from(result.attempt() > 1);
-        *by_process.entry(result.worker_pid()).or_insert(0) += 1;
+        redone += u64::from(result.attempt > 1);
+        *by_process.entry(result.worker_pid).or_insert(0) += 1;
     }
     by_process
         .iter()
@@ -143,8 +143,8 @@ fn floats(number: u64) -> impl Iterator<Item = f32> {
 }
 
 fn verify(number: u64, result: &JobResult) -> Outcome {
-    ensure(result.job() == number + 1, || {
-        format!("the result of task {} came in its place", result.job() - 1)
+    ensure(result.job == number + 1, || {
+        format!("the result of task {} came in its place", result.job - 1)
     })?;
     let bytes = result.to_vec()?;
     let right: Vec<u8> = floats(number)

@@ -22,7 +22,7 @@ pub use kind::ErrorKind;
 pub use state::{FileFault, Holder, LimitFault, Loss, NameFault, StateFault};
 pub use weights::{WeightsDifference, WeightsFault, WeightsFileFault};
 
-pub(crate) use construct::returns_to_caller;
+pub use construct::Returned;
 
 use crate::kind::Kind;
 

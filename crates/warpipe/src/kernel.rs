@@ -35,39 +35,23 @@ pub(crate) const fn module(ptx: &'static str) -> &'static CStr {
 /// unsafe fn nothing(_: KernelLaunch<'_>) {}
 /// const PTX: &std::ffi::CStr = c".version 8.0\n.target sm_70\n.address_size 64\n.visible .entry nothing() { ret; }";
 /// static NOTHING: Kernel = Kernel::new(c"nothing", PTX, nothing);
-/// assert_eq!(NOTHING.name().to_str(), Ok("nothing"));
+/// assert_eq!(NOTHING.name.to_str(), Ok("nothing"));
 /// ```
 #[derive(Clone, Copy)]
 pub struct Kernel {
-    name: &'static CStr,
-    ptx: &'static CStr,
-    host_kernel: HostKernel,
+    /// The kernel's entry name in the PTX.
+    pub name: &'static CStr,
+    /// The PTX text of the module. Kernels of one module share one address, and are loaded
+    /// together.
+    pub ptx: &'static CStr,
+    /// The CPU version.
+    pub host: HostKernel,
 }
 
 impl Kernel {
     /// A kernel called `name` in the module `ptx`, and its CPU version.
-    pub const fn new(name: &'static CStr, ptx: &'static CStr, host_kernel: HostKernel) -> Self {
-        Kernel {
-            name,
-            ptx,
-            host_kernel,
-        }
-    }
-
-    /// The kernel's entry name in the PTX.
-    pub fn name(&self) -> &'static CStr {
-        self.name
-    }
-
-    /// The PTX text of the module. Kernels of one module share one address, and are loaded
-    /// together.
-    pub fn ptx(&self) -> &'static CStr {
-        self.ptx
-    }
-
-    /// The CPU version.
-    pub fn host_kernel(&self) -> HostKernel {
-        self.host_kernel
+    pub const fn new(name: &'static CStr, ptx: &'static CStr, host: HostKernel) -> Self {
+        Kernel { name, ptx, host }
     }
 }
 

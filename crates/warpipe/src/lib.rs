@@ -160,7 +160,7 @@ pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
 pub use error::{
     DeviceFault, Error, ErrorKind, Expiry, FileFault, HandleFault, HandshakeFault, Holder, JobEnd,
-    Language, LimitFault, Loss, NameFault, PeerLimit, PointerKind, Result, StateFault,
+    Language, LimitFault, Loss, NameFault, PeerLimit, PointerKind, Result, Returned, StateFault,
     WeightsDifference, WeightsFault, WeightsFileFault,
 };
 pub use ipc::PeerState;
@@ -169,9 +169,9 @@ pub use kernel::{HostKernel, Kernel, KernelLaunch};
 pub use kind::Kind;
 pub use lend::session::LentBuffer;
 pub use members::{Change, Member, MemberInfo, MemberOptions, Members, MembersOptions};
-pub use memory::legacy::{LegacyHandle, LegacyMemory};
+pub use memory::legacy::{LegacyHandle, LegacyInfo, LegacyMemory};
 pub use memory::{
-    DeviceSlice, Memory, MemoryInfo, PublishOptions, Published, SharedMemory, Ticket,
+    DeviceSlice, Memory, MemoryInfo, PublishOptions, Published, SharedMemory, Ticket, TicketInfo,
 };
 pub use options::OpenOptions;
 pub use pool::{Buffer, Pool, PoolClient, PoolOptions, PoolStats, PoolUsage, Quota};
@@ -179,22 +179,22 @@ pub use pool::{Buffer, Pool, PoolClient, PoolOptions, PoolStats, PoolUsage, Quot
 pub use pubsub::lay_out_parts;
 pub use pubsub::{
     Discontinuity, PART_NAME_BYTES_MAX, PARTS_MAX, Part, PeerCredentials, Policy,
-    PreviousPublisher, Publisher, PublisherOptions, Receipt, Sample, SampleMut, Samples, SendError,
-    SlotHold, SlotReturn, Subscriber, SubscriberInfo, SubscriberOptions,
+    PreviousPublisher, Publisher, PublisherInfo, PublisherOptions, Receipt, Sample, SampleInfo,
+    SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber, SubscriberInfo,
+    SubscriberOptions,
 };
 pub use queue::{
     AnswerError, AnswerHandle, JobHandle, JobResult, Lease, Loan, Queue, QueueOptions, QueueState,
-    QueueWatch, ResultOrder, SubmitError, Worker, WorkerOptions,
+    QueueWatch, ResultOrder, SubmitError, Unanswered, Worker, WorkerOptions,
 };
 #[doc(hidden)] // For the fake driver, which runs their CPU versions.
 pub use rings::RING_STEPS;
-pub use rings::{HostRing, KernelRing, KernelRingOptions, RingEnd};
+pub use rings::{HostRing, KernelRing, KernelRingOptions, RingEnd, RingInfo};
 pub use rpc::{Client, ClientOptions, Pending, Server, ServerOptions};
-pub use runtime::closer::pending_closes;
 pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;
 pub use sync::event::{Event, EventHandle, EventOptions, Recording};
-pub use sync::semaphore::{Permit, Semaphore, SemaphoreOptions};
+pub use sync::semaphore::{Permit, Semaphore, SemaphoreOptions, SemaphoreState};
 pub use sync::timeline::{Timeline, TimelineOptions};
 pub use tensor::{DType, Layout, RANK_MAX};
 pub use wait::{OptionalExtension, Wait};

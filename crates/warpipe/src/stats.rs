@@ -3,8 +3,8 @@
 use crate::backend::unreclaimed;
 use crate::fork::lifeline;
 use crate::ipc::peer;
-use crate::runtime::fence;
 use crate::runtime::reactor::Reactor;
+use crate::runtime::{closer, fence};
 
 /// Counters of the library in this process: [`process_stats`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -36,6 +36,12 @@ pub struct ProcessStats {
     /// CUDA was started before this library was loaded, or files with lower numbers were closed
     /// since: then the proof may come only when the process is gone, tens of milliseconds later.
     pub is_proof_prompt: bool,
+    /// The number of descriptors from peers with a `close` that has not returned. A few for a moment
+    /// are harmless. A number that stays means that a peer sends files that take long to close (a
+    /// socket that lingers, a file on FUSE). Each costs this process a descriptor and a thread. From
+    /// 64 of another user on (256 of this one), new connections of that user are refused, and further
+    /// descriptors wait without a thread.
+    pub pending_closes: usize,
 }
 
 /// The current counters of this process.
@@ -55,5 +61,6 @@ pub fn process_stats() -> ProcessStats {
         unanswered: fence::unanswered(),
         orphaned,
         is_proof_prompt,
+        pending_closes: closer::pending_closes(),
     }
 }

@@ -58,6 +58,7 @@ macro_rules! dtypes {
 
             /// The type with this DLPack code and width of an element, all its
             /// [lanes](DType::lanes) together, if it is one of [`DType::ALL`].
+            #[doc(hidden)] // For DLPack.
             #[inline]
             pub fn from_dlpack(code: u8, bits: u8) -> Option<DType> {
                 match (code, bits) {
@@ -92,17 +93,20 @@ impl DType {
     }
 
     /// DLPack's `DLDataTypeCode`.
+    #[doc(hidden)] // For DLPack.
     pub fn code(self) -> u8 {
         self.code
     }
 
     /// The width of one element in bits.
+    #[doc(hidden)] // For DLPack.
     pub fn bits(self) -> u8 {
         self.bits
     }
 
     /// How many values an element holds, side by side: DLPack's `lanes`, of `bits() / lanes()` bits
     /// each. 2 for [`DType::F4_E2M1FN_X2`], in the order in which their maker packs them; else 1.
+    #[doc(hidden)] // For DLPack.
     pub fn lanes(self) -> u16 {
         match self {
             DType::F4_E2M1FN_X2 => 2,

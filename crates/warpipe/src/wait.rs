@@ -37,7 +37,7 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 ///
 /// let looks = Cell::new(0);
 /// let cancelled = || looks.replace(looks.get() + 1) >= 1; // a flag of yours
-/// let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
+/// let wait = Wait::from(Duration::MAX).unless(&cancelled);
 /// assert!(matches!(subscriber.receive(&stream, wait), Err(Error::Timeout { .. })));
 /// # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), Error>(())
@@ -54,7 +54,7 @@ pub struct Wait<'a> {
 
 impl<'a> Wait<'a> {
     /// A wait of at most this long from now on; [`Duration::MAX`] has no end.
-    pub fn at_most(limit: Duration) -> Wait<'a> {
+    pub(crate) fn at_most(limit: Duration) -> Wait<'a> {
         let deadline = match limit.is_zero() {
             true => None,
             false => Instant::now().checked_add(limit),

@@ -55,7 +55,7 @@ fn a_killed_keeper_costs_no_worker_anything_and_the_next_one_takes_the_newest_ve
     );
     let mut third = stage.child("worker");
     assert_eq!(third.reply(), "version 2 byte 2");
-    assert_eq!(stage.publish(3).version(), 3);
+    assert_eq!(stage.publish(3).version, 3);
     assert_eq!(old.ask("newer"), "version 3 byte 3");
     assert_eq!(new.ask("newer"), "version 3 byte 3");
 }
@@ -140,7 +140,7 @@ fn a_process_without_room_for_all_pieces_of_a_version_says_how_many_there_are_an
         text.contains("200 pieces") && text.contains("ulimit -n"),
         "{text}"
     );
-    assert_eq!(stage.publish(1).version(), 1);
+    assert_eq!(stage.publish(1).version, 1);
     assert_eq!(keeper.ask("version"), "version Some(1)");
     keeper.kill();
     let keeper = stage.keeper();
@@ -153,8 +153,8 @@ fn a_process_without_room_for_all_pieces_of_a_version_says_how_many_there_are_an
     );
     assert!(told.contains("ulimit -n"), "{told}");
     let opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert_eq!(opened.version(), version.version());
-    let copied = stage.publish(9).version();
+    assert_eq!(opened.version(), version.version);
+    let copied = stage.publish(9).version;
     assert_eq!(worker.ask("open"), format!("version {copied}"));
     drop(keeper);
 }
@@ -201,7 +201,10 @@ fn nothing_is_left_of_weights_with_holders_that_are_all_dead() {
     children.iter_mut().for_each(Child::kill);
     let keeper = stage.keeper();
     assert_eq!(
-        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (
+            keeper.state().unwrap().candidate,
+            keeper.state().unwrap().version
+        ),
         (None, None)
     );
     drop(keeper);
@@ -222,7 +225,7 @@ fn processes_that_read_while_versions_are_published_see_all_of_one_version() {
     }
     for byte in 2..=100 {
         let next = stage.publish(byte);
-        assert_eq!(next.version(), u64::from(byte));
+        assert_eq!(next.version, u64::from(byte));
         published = next;
     }
     for worker in &mut workers {
@@ -272,7 +275,7 @@ fn a_stopped_holder_delays_a_new_keeper_and_its_versions_number_is_not_used_agai
     keeper.kill();
     let mut keeper = stage.child("keeper");
     assert_eq!(keeper.reply(), "candidate None unanswered 1");
-    assert_eq!(stage.publish(3).version(), 3);
+    assert_eq!(stage.publish(3).version, 3);
     worker.signal(Signal::CONT);
     assert_eq!(worker.ask("read"), "version 2 byte 2");
     assert_eq!(worker.ask("newer"), "version 3 byte 3");
@@ -293,7 +296,7 @@ fn a_stopped_keeper_costs_readers_and_publishers_no_more_than_the_time_that_they
                 .unwrap()
                 .version()
         });
-        let publisher = scope.spawn(|| stage.publish(2).version());
+        let publisher = scope.spawn(|| stage.publish(2).version);
         let mut follower = waiting.clone().follow();
         let update = scope.spawn(move || {
             let stream = follower.weights().device().stream().unwrap();
@@ -334,7 +337,7 @@ fn a_holder_killed_with_its_lock_file_alone_leaves_nothing_and_its_number_is_not
         }
     }
     let keeper = stage.keeper();
-    assert_eq!(stage.publish(3).version(), 3);
+    assert_eq!(stage.publish(3).version, 3);
     drop(keeper);
     assert_eq!(files().count(), 0);
 }

@@ -237,6 +237,6 @@ fn ended() {
         }
     });
     ring.produce(1);
-    ring.stop.at(8).store(RingEnd::Died.status(), Release);
+    ring.stop.at(8).store(RingEnd::Died as u64, Release);
     reader.join().expect("the consumer");
 }

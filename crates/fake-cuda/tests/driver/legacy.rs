@@ -142,7 +142,7 @@ pub fn legacy_freed() {
         Err(Error::Handle {
             what: "legacy handle",
             fault: HandleFault::Stale { pid, .. },
-        }) => assert_eq!(pid, exporter.handle.pid()),
+        }) => assert_eq!(pid, exporter.handle.info().pid),
         other => panic!("{other:?}"),
     }
 }
@@ -165,7 +165,7 @@ pub fn legacy_raw() {
             "{refused:?}"
         );
     }
-    let longer = backend.open_legacy(handle.raw(), BYTES + 1, device.info().id);
+    let longer = backend.open_legacy(&handle.info().raw, BYTES + 1, device.info().id);
     assert!(
         matches!(
             longer,
@@ -177,7 +177,7 @@ pub fn legacy_raw() {
         "{longer:?}"
     );
     let base = backend
-        .open_legacy(handle.raw(), BYTES, device.info().id)
+        .open_legacy(&handle.info().raw, BYTES, device.info().id)
         .unwrap();
     // SAFETY: opened above; no stream used it; the second is what is tried.
     let closes = unsafe { [backend.close_legacy(base), backend.close_legacy(base)] };
@@ -199,7 +199,7 @@ pub fn legacy_own() {
     let ptr = plain(&device);
     let handle = export(&device, ptr + OFFSET, BYTES - OFFSET).unwrap();
     assert_eq!(
-        (handle.offset(), handle.allocation_bytes()),
+        (handle.info().offset, handle.info().allocation_bytes),
         (OFFSET, BYTES)
     );
     let memory = handle.open(&device).unwrap();
@@ -299,7 +299,7 @@ pub fn legacy_peers_apart() {
             text,
         }) => {
             assert!(
-                text.contains(&exporter.handle.device().to_string()),
+                text.contains(&exporter.handle.info().device.to_string()),
                 "{text}"
             )
         }
@@ -321,7 +321,7 @@ pub fn legacy_hidden() {
             text,
         }) => {
             assert!(
-                text.contains(&exporter.handle.device().to_string()),
+                text.contains(&exporter.handle.info().device.to_string()),
                 "{text}"
             )
         }

@@ -44,7 +44,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     let checker = std::thread::spawn(move || check_all(&queue, &device, page));
     tell(json!({ "event": "ready" }))?;
     let mut receiving = Receiving {
-        publisher: subscriber.publisher_pid(),
+        publisher: subscriber.publisher().map(|it| it.pid),
         subscriber,
         stream: child.device.stream()?,
         page,
@@ -139,7 +139,7 @@ impl Receiving {
         let backend = self.stream.device().backend();
         // SAFETY: the stream is live, and the page is never unregistered.
         unsafe { backend.batch(self.stream.raw(), &[done]) }?;
-        let previous = sample.discontinuity().and_then(|gap| gap.previous);
+        let previous = sample.info().discontinuity.and_then(|gap| gap.previous);
         let before = previous.map(|before| (before.pid, before.graceful));
         let check = Check {
             receipt: sample.release()?,
@@ -159,7 +159,7 @@ impl Receiving {
 
     /// Whether the link has ended, or leads to the next publisher.
     fn look_at_publisher(&mut self) -> anyhow::Result<()> {
-        let now = self.subscriber.publisher_pid();
+        let now = self.subscriber.publisher().map(|it| it.pid);
         if self.publisher != now && self.publisher.is_some() {
             tell(json!({ "event": "gone", "at_ns": clock::now_ns() }))?;
         }

@@ -43,8 +43,12 @@ fn round(device: &Device, domain: &Domain) -> anyhow::Result<String> {
     unsafe { warpipe_kernels::fill(&here, sample.ptr(), BYTES / 8, super::memory::SEED) }?;
     sample.send(&here).map_err(Error::from).context("sending")?;
     let received = subscriber.receive(&there, PATIENCE).context("receiving")?;
-    let latency = warpipe::clock::now_ns()
-        .saturating_sub(received.sent_at_ns().context("the sample has no time")?);
+    let latency = warpipe::clock::now_ns().saturating_sub(
+        received
+            .info()
+            .sent_at_ns
+            .context("the sample has no time")?,
+    );
     let data = received.to_vec(PATIENCE)?;
     received.finish(PATIENCE)?;
     let due =

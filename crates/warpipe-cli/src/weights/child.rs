@@ -155,7 +155,7 @@ fn load(args: &ChildArgs) -> anyhow::Result<ChildLine> {
     let read_seconds = start.elapsed().as_secs_f64();
     let published = weights.publish(&domain, &args.name, PUBLISH_TIMEOUT)?;
     Ok(ChildLine::Offered(OfferedVersion {
-        version: published.version(),
+        version: published.version,
         tensors: weights.tensors().len(),
         bytes: weights.bytes(),
         device: device.to_string(),

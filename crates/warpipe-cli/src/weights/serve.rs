@@ -77,18 +77,19 @@ enum Outcome {
 
 impl Serve<'_> {
     fn run(&self) -> anyhow::Result<Exit> {
-        if self.keeper.unanswered() > 0 {
-            let silent = counted(self.keeper.unanswered(), "process", "processes");
+        let unanswered = self.keeper.state()?.unanswered;
+        if unanswered > 0 {
+            let silent = counted(unanswered, "process", "processes");
             let fact = format!("{silent} with weights of this name did not answer");
             self.complain(&fact, None);
         }
-        while let Some(version) = self.keeper.candidate()? {
+        while let Some(version) = self.keeper.state()?.candidate {
             let start = Instant::now();
             self.say_checking(version)?;
             match self.run_child(Task::Verify)? {
                 Outcome::Offered(offered) => return self.keep(&offered, "processes", start),
                 Outcome::Ended(exit) => return Ok(exit),
-                Outcome::NotTaken if self.keeper.candidate()? == Some(version) => break,
+                Outcome::NotTaken if self.keeper.state()?.candidate == Some(version) => break,
                 // An older version is the candidate, or none.
                 Outcome::NotTaken => {}
             }
@@ -196,7 +197,7 @@ impl Serve<'_> {
                     line => last = Some(line),
                 }
             }
-            if self.interrupt.came() || self.keeper.is_asked_to_end()? {
+            if self.interrupt.came() || self.keeper.state()?.is_asked_to_end {
                 show(progress.end());
             }
             if let Some(exit) = self.end()? {
@@ -270,7 +271,7 @@ impl Serve<'_> {
 
     /// Says why this process ends, if it is to end.
     fn end(&self) -> anyhow::Result<Option<Exit>> {
-        let (exit, reason, why) = if self.keeper.is_asked_to_end()? {
+        let (exit, reason, why) = if self.keeper.state()?.is_asked_to_end {
             let why = "`warpipe weights drop` told this keeper to end";
             (Exit::Done, "dropped", why)
         } else if self.interrupt.came() {

@@ -202,7 +202,7 @@ fn a_job_of_an_unreachable_machine_goes_back_when_its_lease_ends_and_has_one_out
     importer.stop();
     let _doing = Doing::start(&near, "jobs");
     let result = job.wait(&stream, LONG).unwrap();
-    assert_eq!((result.to_vec().unwrap(), result.attempt()), (vec![8], 1));
+    assert_eq!((result.to_vec().unwrap(), result.attempt), (vec![8], 1));
     // The late result finds no job.
     importer.signal(Signal::CONT);
     let mut output = held.output(&Layout::bytes_only(1).unwrap()).unwrap();

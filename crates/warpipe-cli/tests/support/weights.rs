@@ -171,7 +171,7 @@ pub fn be_a_worker_in(domain: &Domain) {
     let weights = SharedWeights::open("w", OpenOptions::at(domain, &device), wait).unwrap();
     let read = || {
         let sum = |name| -> u64 {
-            let bytes = weights.tensor(name).unwrap().memory().to_vec(wait).unwrap();
+            let bytes = weights.tensor(name).unwrap().memory.to_vec(wait).unwrap();
             bytes.iter().map(|&byte| u64::from(byte)).sum()
         };
         println!("{REPLY}{} {} {}", weights.version(), sum("a"), sum("b"));

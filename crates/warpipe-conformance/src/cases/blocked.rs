@@ -315,11 +315,11 @@ fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Res
             "it said {line:?}"
         );
     }
-    let is_alive = || witness.publisher_state() == Some(PeerState::Alive);
+    let is_alive = || witness.publisher().map(|it| it.state) == Some(PeerState::Alive);
     ensure!(
         eventually(PATIENCE, is_alive),
         "it is seen as {:?}",
-        witness.publisher_state()
+        witness.publisher().map(|it| it.state)
     );
     let came = attach(context, waiting);
     peer.ask(&Order::Hung(HungOrder::Release))

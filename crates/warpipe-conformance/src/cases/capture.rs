@@ -202,7 +202,7 @@ fn refusals(context: &Context) -> Result<()> {
         publisher.send_device(&stream, &Layout::bytes_only(4)?, memory.ptr())
     })?;
     let failed = loan.send(&stream).err().context("send took the stream")?;
-    let loan = failed.sample.context("send kept the loan")?;
+    let loan = failed.returned.context("send kept the loan")?;
     refused("send", Err::<(), _>(failed.error))?;
     refused("receive", subscriber.receive(&stream, PATIENCE))?;
     refused(
@@ -302,6 +302,7 @@ fn jobs(context: &Context) -> Result<()> {
         .err()
         .context("complete took the stream")?;
     let answer_handle = failed
+        .returned
         .answer_handle
         .context("complete ended the answer handle")?;
     refused("complete", Err::<(), _>(failed.error))?;
@@ -309,7 +310,7 @@ fn jobs(context: &Context) -> Result<()> {
         .submit(loan, &stream)
         .err()
         .context("submit took the stream")?;
-    let loan = failed.loan.context("submit kept the loan")?;
+    let loan = failed.returned.context("submit kept the loan")?;
     refused("submit", Err::<(), _>(failed.error))?;
     refused("lease", worker.lease(&stream, PATIENCE))?;
     refused("accept", server.accept(&stream, Duration::ZERO))?;
@@ -325,7 +326,7 @@ fn jobs(context: &Context) -> Result<()> {
     graphs.begin(&stream, Mode::Global)?;
     drop(lease);
     let again = worker.lease(&free, PATIENCE)?;
-    ensure!(again.attempt() == 2, "attempt {}", again.attempt());
+    ensure!(again.attempt == 2, "attempt {}", again.attempt);
     drop(graphs.end(&stream)?);
     again.complete(&free)?;
     second.wait(&stream, PATIENCE)?.finish()?;

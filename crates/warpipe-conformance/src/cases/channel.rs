@@ -174,7 +174,7 @@ fn skipped_numbers(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     for (sequence, missing) in [(6, None), (9, Some(2))] {
         let sample = late.receive(&stream, PATIENCE)?;
-        let found = sample.discontinuity().map(|gap| gap.missing);
+        let found = sample.info().discontinuity.map(|gap| gap.missing);
         ensure!(
             sample.sequence() == sequence && found == missing,
             "to a late joiner {found:?} are missing before {sample:?}"
@@ -224,7 +224,7 @@ fn next_forwarder(context: &Context) -> Result<()> {
     send(&second, &[2, 4, 7, 8])?;
     for (number, missing) in [(7, Some(2)), (8, None)] {
         let sample = here.receive(&stream, PATIENCE)?;
-        let gap = sample.discontinuity();
+        let gap = sample.info().discontinuity;
         let is_another = gap.is_some_and(|gap| gap.previous.is_some());
         ensure!(
             sample.sequence() == number && gap.map(|gap| gap.missing) == missing,
@@ -312,7 +312,8 @@ fn one_thread(context: &Context) -> Result<()> {
         );
         let sample = subscriber.receive(&stream, PATIENCE)?;
         ensure!(
-            sample.sent_at_ns().is_some() && sample.sent_at_ns() <= sample.received_at_ns(),
+            sample.info().sent_at_ns.is_some()
+                && sample.info().sent_at_ns <= sample.info().received_at_ns,
             "sent before it is received"
         );
         ensure!(

@@ -237,7 +237,7 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
         peer.ask(&Order::SendBehindGate(Batch::of(2, WORDS, 2)))?;
         peer.ask(&Order::SendAside(Batch::of(2, WORDS, 4)))?;
         peer.kill()?;
-        let is_proven = || subscriber.publisher_state() == Some(PeerState::Dead);
+        let is_proven = || subscriber.publisher().map(|it| it.state) == Some(PeerState::Dead);
         ensure!(eventually(PATIENCE, is_proven), "its death is proven");
         let mut last = 0;
         for due in [1, 4, 5] {
@@ -245,7 +245,7 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
                 let sample = subscriber
                     .receive(&stream, PATIENCE)
                     .with_context(|| format!("sample {due} with {policy:?}"))?;
-                let missing = sample.discontinuity().map_or(0, |gap| gap.missing);
+                let missing = sample.info().discontinuity.map_or(0, |gap| gap.missing);
                 ensure!(
                     sample.sequence() == last + 1 + missing,
                     "{missing} are missing between {last} and {} with {policy:?}",

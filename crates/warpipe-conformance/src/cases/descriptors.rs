@@ -205,7 +205,7 @@ impl Scene {
         let items = self.newcomer.receive(1)?;
         super::all_whole(&items, [sequence])?;
         self.newcomer
-            .signals(SignalOrder::OpenTimeline(timeline.name().into()))?;
+            .signals(SignalOrder::OpenTimeline("values".into()))?;
         timeline.signal_now(1, PATIENCE)?;
         self.newcomer.signals(SignalOrder::WaitHost(1))?;
         let beat = || {

@@ -163,7 +163,7 @@ impl<'a> Flow<'a> {
             Step::Send => {
                 let sent = self.loan.take().context("loaned")?.send(&out.stream);
                 sent.map_err(|failed| {
-                    self.loan = failed.sample.map(|sample| *sample);
+                    self.loan = failed.returned.map(|sample| *sample);
                     failed.error
                 })?;
             }

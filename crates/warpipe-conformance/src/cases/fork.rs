@@ -178,7 +178,7 @@ fn first_accepted(
     let _shown = (
         publisher.subscribers(),
         publisher.memory_in_use(),
-        subscriber.publisher_state(),
+        subscriber.publisher().map(|it| it.state),
     );
     drop((sample, samples, subscriber, publisher));
     refusals
@@ -342,13 +342,13 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
         "operation {code} was not refused in the forked child"
     );
     ensure!(
-        creator.available() == 1,
+        creator.state().available == 1,
         "the parent's permits are the parent's"
     );
     held.into_iter()
         .try_for_each(|permit| permit.release(&stream))?;
     stream.synchronize(PATIENCE)?;
-    ensure!(creator.available() == 3, "the parent gave them back");
+    ensure!(creator.state().available == 3, "the parent gave them back");
     Ok(())
 }
 

@@ -129,7 +129,8 @@ fn counting(context: &Context) -> (Device, impl Fn(&str) -> u64) {
 fn through_a_ticket(context: &Context) -> Result<()> {
     let (mut peer, ticket) = publisher(context, "weights", 1, true)?;
     ensure!(
-        (ticket.bytes(), ticket.device()) == (Some(8 * WORDS), Some(context.device.info().id)),
+        (ticket.info().bytes, ticket.info().device)
+            == (Some(8 * WORDS), Some(context.device.info().id)),
         "{ticket:?}"
     );
     let memory = ticket.open(&context.device, Duration::ZERO)?;
@@ -415,7 +416,7 @@ fn other_users(context: &Context) -> Result<()> {
     other_user.ask(&Order::Hold(HolderOrder::Become(NOBODY)))?;
     for published in [&closed, &others] {
         match other_user.try_ask(&Order::Hold(HolderOrder::Open {
-            ticket: published.ticket()?,
+            ticket: published.ticket(..)?,
             wait_ms: 0,
         }))? {
             Err(fault) => ensure!(
@@ -426,7 +427,7 @@ fn other_users(context: &Context) -> Result<()> {
         }
     }
     other_user.ask(&Order::Hold(HolderOrder::Open {
-        ticket: open.ticket()?,
+        ticket: open.ticket(..)?,
         wait_ms: 0,
     }))?;
     ensure!(
@@ -456,7 +457,8 @@ fn other_device(context: &Context) -> Result<()> {
         }) => {
             ensure!(
                 ticket
-                    .device()
+                    .info()
+                    .device
                     .is_some_and(|id| text.contains(&id.to_string())),
                 "the owner gets an error"
             );
@@ -469,7 +471,7 @@ fn other_device(context: &Context) -> Result<()> {
 fn killed_importers(context: &Context) -> Result<()> {
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     let published = memory.publish("weights", PublishOptions::at(&context.domain))?;
-    let (ticket, mut rng, guard) = (published.ticket()?, context.rng(), context.guard());
+    let (ticket, mut rng, guard) = (published.ticket(..)?, context.rng(), context.guard());
     let kills = context.kills(6, 200, 40);
     for _ in 0..kills {
         let mut victim = context.mortal(&mut rng)?;

@@ -125,7 +125,7 @@ fn killed_publisher(context: &Context) -> Result<()> {
     ];
     peer.kill()?;
     for sample in samples {
-        ensure!(sample.is_in_place());
+        ensure!(sample.info().is_in_place);
         ensure!(error_counters.finish(sample)? == 0, "it is whole");
     }
     Ok(())
@@ -190,6 +190,6 @@ fn stopped_owner(context: &Context) -> Result<()> {
             break sample;
         }
     };
-    ensure!(sample.is_in_place() && error_counters.finish(sample)? == 0);
+    ensure!(sample.info().is_in_place && error_counters.finish(sample)? == 0);
     peer.dismiss()
 }

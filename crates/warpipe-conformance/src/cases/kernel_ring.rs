@@ -132,7 +132,7 @@ fn killed_consumer(context: &Context) -> Result<()> {
         let mut victim = context.peer()?;
         order(&mut victim, RingOrder::Open(name))?;
         producer.ring.wait_for_consumers(crate::PATIENCE)?;
-        producer.launch(producer.ring.depth() + 1, 1)?;
+        producer.launch(producer.ring.info().depth + 1, 1)?;
         victim.kill()?;
         let status = producer.finish()?;
         ensure!(
@@ -148,7 +148,7 @@ fn closed_consumer(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     order(&mut peer, RingOrder::Open(NAME.into()))?;
     producer.ring.wait_for_consumers(crate::PATIENCE)?;
-    producer.launch(producer.ring.depth() + 1, 1)?;
+    producer.launch(producer.ring.info().depth + 1, 1)?;
     order(&mut peer, RingOrder::Close)?;
     let status = producer.finish()?;
     ensure!(
@@ -185,7 +185,7 @@ fn stopped(context: &Context) -> Result<()> {
     producer.ring.wait_for_consumers(crate::PATIENCE)?;
     let (count, blocks) = (1, 1);
     order(&mut peer, RingOrder::Launch { count, blocks })?;
-    producer.launch(producer.ring.depth() + 2, 1)?;
+    producer.launch(producer.ring.info().depth + 2, 1)?;
     producer.ring.stop();
     let status = producer.finish()?;
     ensure!(
@@ -195,7 +195,7 @@ fn stopped(context: &Context) -> Result<()> {
     // The consumer's next wait ends when the producer has closed.
     let status = number(&mut peer, RingOrder::Finish)?;
     ensure!(status == 0, "the consumer's status is {status}");
-    let count = producer.ring.depth() + 1;
+    let count = producer.ring.info().depth + 1;
     order(&mut peer, RingOrder::Launch { count, blocks })?;
     drop(producer);
     let status = number(&mut peer, RingOrder::Finish)?;
@@ -217,7 +217,7 @@ fn replayed(context: &Context) -> Result<()> {
     peer.send(&Order::Ring(RingOrder::Replay(times)))?;
     producer.replay(context, times)?;
     peer.answer()?.context("the consumer's replays")?;
-    let items = times * producer.ring.depth();
+    let items = times * producer.ring.info().depth;
     let of = |value: u64| checksum_of(&[value; RING_WORDS as usize]);
     let due = (1..=items).fold(0u64, |sum, value| sum.wrapping_add(of(value)));
     let sum = number(&mut peer, RingOrder::Wrong)?;

@@ -84,11 +84,12 @@ fn both_ways(context: &Context) -> Result<()> {
     peer.ask(&Order::Guard)?;
     let handle = export(&mut peer, 5)?;
     ensure!(
-        (handle.offset(), handle.bytes()) == (OFFSET, 8 * WORDS),
+        (handle.info().offset, handle.info().bytes) == (OFFSET, 8 * WORDS),
         "{handle:?}"
     );
     ensure!(
-        handle.allocation_bytes() >= OFFSET + 8 * WORDS && handle.pid() == peer.id() as i32,
+        handle.info().allocation_bytes >= OFFSET + 8 * WORDS
+            && handle.info().pid == peer.id() as i32,
         "{handle:?}"
     );
     let memory = handle.open(&context.device)?;
@@ -310,7 +311,11 @@ fn wrong_handles(context: &Context) -> Result<()> {
     for round in 0..20 {
         let invented: [u8; 64] =
             std::array::from_fn(|_| if round == 0 { 0 } else { rng.u64(..256) as u8 });
-        match backend.open_legacy(&invented, handle.allocation_bytes(), handle.device()) {
+        match backend.open_legacy(
+            &invented,
+            handle.info().allocation_bytes,
+            handle.info().device,
+        ) {
             Err(Error::Handle {
                 what: "legacy handle",
                 fault: HandleFault::Refused(_),

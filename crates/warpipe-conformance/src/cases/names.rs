@@ -68,7 +68,7 @@ fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
     }
     let mut subscriber = context.subscriber("camera/front")?;
     ensure!(
-        subscriber.publisher_pid() == Some(peer.id() as i32),
+        subscriber.publisher().map(|it| it.pid) == Some(peer.id() as i32),
         "the publisher's pid is the peer's"
     );
     peer.ask(&Order::Send(Batch::of(1, 64, 1)))?;
@@ -181,7 +181,8 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
                 sample.sequence()
             );
             let gap = sample
-                .discontinuity()
+                .info()
+                .discontinuity
                 .map(|gap| (gap.missing, gap.previous.map(|it| (it.pid, it.graceful))));
             let due = previous.filter(|_| sequence == 1).map(|it| (0, Some(it)));
             ensure!(
@@ -227,7 +228,7 @@ impl Succession {
         first.ask(&Order::SendAndWait(Batch::of(1, 64, 1)))?;
         let sample = subscriber.receive(&stream, PATIENCE)?;
         ensure!(
-            sample.discontinuity().is_none(),
+            sample.info().discontinuity.is_none(),
             "nothing before {sample:?}"
         );
         drop(sample);
@@ -237,7 +238,7 @@ impl Succession {
         let due = Some(next.id() as i32);
         let mut follow = || {
             let looked = subscriber.receive(&stream, Duration::ZERO).optional();
-            matches!(looked, Ok(None)) && subscriber.publisher_pid() == due
+            matches!(looked, Ok(None)) && subscriber.publisher().map(|it| it.pid) == due
         };
         ensure!(eventually(PATIENCE, &mut follow), "it follows the next one");
         Ok(Succession {
@@ -251,7 +252,7 @@ impl Succession {
 
 /// How many are missing before it, and the process of the publisher before.
 fn gap(sample: &Sample) -> Option<(u64, Option<i32>)> {
-    let gap = sample.discontinuity()?;
+    let gap = sample.info().discontinuity?;
     Some((gap.missing, gap.previous.map(|previous| previous.pid)))
 }
 
@@ -300,7 +301,7 @@ fn lost_first_sample(context: &Context) -> Result<()> {
     all.next.ask(&Order::SendBehindGate(Batch::of(1, 64, 1)))?;
     all.next.ask(&Order::SendAside(Batch::of(2, 64, 2)))?;
     all.next.kill()?;
-    let is_proven = || all.subscriber.publisher_state() == Some(PeerState::Dead);
+    let is_proven = || all.subscriber.publisher().map(|it| it.state) == Some(PeerState::Dead);
     ensure!(eventually(PATIENCE, is_proven), "its death is proven");
     let mut dues = vec![Some((0, Some(all.before))), None];
     let mut sample = all.subscriber.receive(&all.stream, PATIENCE)?;

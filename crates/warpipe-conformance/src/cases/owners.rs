@@ -154,7 +154,7 @@ fn queues(context: &Context) -> Result<()> {
         let outcome = kill_under(&mut victim, rng, 20_000, || {
             let lease = worker.lease(&stream, PATIENCE)?;
             leased += 1;
-            let (job, attempt) = (lease.job(), lease.attempt());
+            let (job, attempt) = (lease.job, lease.attempt);
             let is_due = match given_back.remove(&job) {
                 Some(earlier) => attempt == earlier + 1,
                 None => attempt == 1 && seen.insert(job),

@@ -96,7 +96,7 @@ fn block(context: &Context) -> Result<()> {
     };
     ensure!(matches!(failed.error, Error::Timeout { .. }), "{failed}");
     peer.release()?;
-    let loan = failed.sample.context("the loan comes back")?;
+    let loan = failed.returned.context("the loan comes back")?;
     ensure!(loan.send(&stream)? == 5, "the same loan is sample 5");
     all_whole(&peer.receive(1)?, [5])?;
     ensure!(
@@ -145,13 +145,13 @@ fn fail(context: &Context) -> Result<()> {
         _ => bail!("{failed}"),
     }
     all_whole(&peer.receive(4)?, 1..=4)?;
-    let mut loan = failed.sample;
+    let mut loan = failed.returned;
     // On a device the release may take a moment; a full ring gives the loan back each time.
     let sent = eventually(PATIENCE, || {
         match loan.take().map(|loan| loan.send(&stream)) {
             Some(Ok(_)) => true,
             Some(Err(failed)) => {
-                loan = failed.sample;
+                loan = failed.returned;
                 false
             }
             None => false,

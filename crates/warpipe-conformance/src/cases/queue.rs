@@ -113,18 +113,18 @@ fn expect(result: &JobResult, seed: u64, attempt: u32) -> Result<()> {
     ensure!(
         result.metadata() == seed.to_le_bytes(),
         "the metadata of job {}",
-        result.job()
+        result.job
     );
     ensure!(
         result.to_vec()? == result_of(WORDS, seed),
         "the result of job {} is right",
-        result.job()
+        result.job
     );
     ensure!(
-        result.attempt() == attempt,
+        result.attempt == attempt,
         "job {}: attempt {}, not {attempt}",
-        result.job(),
-        result.attempt()
+        result.job,
+        result.attempt
     );
     Ok(())
 }
@@ -167,9 +167,9 @@ fn in_order_of_submission(context: &Context) -> Result<()> {
     for seed in 0..60 {
         let result = queue.next_result(&stream, PATIENCE)?;
         ensure!(
-            result.job() == seed + 1,
+            result.job == seed + 1,
             "job {} where {} is due",
-            result.job(),
+            result.job,
             seed + 1
         );
         expect(&result, seed, 1)?;
@@ -310,7 +310,7 @@ fn back_pressure(context: &Context) -> Result<()> {
     let refused = queue.submit(input, &stream);
     let Err(warpipe::SubmitError {
         error: Error::Limit(LimitFault::Jobs { limit: 2, .. }),
-        loan: Some(input),
+        returned: Some(input),
     }) = refused
     else {
         bail!("a full queue gave {refused:?}")
@@ -361,7 +361,7 @@ fn lease_timeout(context: &Context) -> Result<()> {
     // On a busy machine that may have been late, too: then it does it once more.
     hung.send(&Order::Task(Task::Work { slow_us: 0 }))?;
     let done = next.wait(&stream, PATIENCE)?;
-    expect(&done, 2, done.attempt())?;
+    expect(&done, 2, done.attempt)?;
     expect(&result, 1, attempt)?;
     ensure!(
         queue.state()?.finished == 0,
@@ -404,7 +404,7 @@ fn inherit(
         match job.wait(stream, Duration::ZERO) {
             Ok(result) => {
                 expect(&result, 1, attempt)?;
-                ensure!(result.worker_pid() == pid, "the other one did it");
+                ensure!(result.worker_pid == pid, "the other one did it");
                 return Ok((result, attempt));
             }
             Err(Error::Timeout { .. }) => {}

@@ -179,7 +179,7 @@ fn refused_send(context: &Context) -> Result<()> {
     tight.failing.hook().aim("batch", 1);
     match loan.send(&tight.held) {
         Err(failed) => ensure!(
-            failed.sample.is_none(),
+            failed.returned.is_none(),
             "its subscriber has got an error: {failed}"
         ),
         Ok(sequence) => bail!("a refused signal sent {sequence}"),

@@ -130,13 +130,15 @@ fn text(path: &std::path::Path) -> String {
 
 /// All permits are free again, and no waiter is left.
 fn is_restored(semaphore: &Semaphore) -> Result<()> {
-    let is_so = || semaphore.available() == semaphore.permits() && semaphore.waiting() == 0;
+    let is_so = || {
+        semaphore.state().available == semaphore.state().permits && semaphore.state().waiting == 0
+    };
     let restored = eventually(PATIENCE, is_so);
-    let (free, all) = (semaphore.available(), semaphore.permits());
+    let (free, all) = (semaphore.state().available, semaphore.state().permits);
     ensure!(
         restored,
         "{free} of {all} permits are free, {} wait",
-        semaphore.waiting()
+        semaphore.state().waiting
     );
     Ok(())
 }
@@ -225,7 +227,7 @@ fn timeouts(context: &Context) -> Result<()> {
         false,
     )))?;
     ensure!(
-        eventually(PATIENCE, || semaphore.waiting() == 1),
+        eventually(PATIENCE, || semaphore.state().waiting == 1),
         "the peer waits"
     );
     ensure!(
@@ -308,7 +310,7 @@ fn killed_holder_and_waiter(context: &Context) -> Result<()> {
         ask(&mut holder, acquire.clone())?;
         waiter.send(&Order::Semaphore(acquire.clone()))?;
         ensure!(
-            eventually(PATIENCE, || semaphore.waiting() == 1),
+            eventually(PATIENCE, || semaphore.state().waiting == 1),
             "the waiter waits"
         );
         // The waiter first: what its holder then leaves must not go to the dead.
@@ -479,7 +481,7 @@ fn killed_creator(context: &Context) -> Result<()> {
     };
     waiter.send(&Order::Semaphore(acquire))?;
     ensure!(
-        eventually(PATIENCE, || semaphore.waiting() == 1),
+        eventually(PATIENCE, || semaphore.state().waiting == 1),
         "the waiter waits"
     );
     creator.kill()?;

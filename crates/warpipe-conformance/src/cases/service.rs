@@ -128,11 +128,11 @@ fn fail_over(context: &Context) -> Result<()> {
     heir.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     let reply = pending.wait(&stream, PATIENCE)?;
     ensure!(
-        reply.to_vec()? == result_of(WORDS, 4) && reply.attempt() == 2,
+        reply.to_vec()? == result_of(WORDS, 4) && reply.attempt == 2,
         "the reply is right"
     );
     ensure!(
-        reply.worker_pid() == heir.id() as i32,
+        reply.worker_pid == heir.id() as i32,
         "the other one replied"
     );
     drop((reply, client, victim));

@@ -88,10 +88,10 @@ fn stalled_publisher(context: &Context) -> Result<()> {
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
     peer.stop()?;
     ensure!(
-        eventually(PATIENCE, || subscriber.publisher_state()
+        eventually(PATIENCE, || subscriber.publisher().map(|it| it.state)
             == Some(PeerState::Stalled)),
         "a stopped publisher is {:?}",
-        subscriber.publisher_state()
+        subscriber.publisher().map(|it| it.state)
     );
     ensure!(
         error_counters.finish(subscriber.receive(&stream, PATIENCE)?)? == 0,
@@ -106,7 +106,7 @@ fn stalled_publisher(context: &Context) -> Result<()> {
     );
     peer.go_on()?;
     ensure!(
-        eventually(PATIENCE, || subscriber.publisher_state()
+        eventually(PATIENCE, || subscriber.publisher().map(|it| it.state)
             == Some(PeerState::Alive)),
         "it is alive again"
     );

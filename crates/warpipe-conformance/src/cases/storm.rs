@@ -120,7 +120,7 @@ fn drain(
                 graceful: false, ..
             }) => return Ok(seen),
             // With `reconnect` the end shows as the absence of a publisher.
-            Err(Error::Timeout { .. }) if subscriber.publisher_state().is_none() => {
+            Err(Error::Timeout { .. }) if subscriber.publisher().map(|it| it.state).is_none() => {
                 return Ok(seen);
             }
             Err(Error::Timeout { .. }) => {}
@@ -143,7 +143,7 @@ fn follow(
     let mut reported = 0;
     while reported < last {
         let sample = subscriber.receive(stream, LONG)?;
-        let previous = sample.discontinuity().and_then(|gap| gap.previous);
+        let previous = sample.info().discontinuity.and_then(|gap| gap.previous);
         if previous.is_some() {
             seen_sender.send(Ok(std::mem::take(&mut seen)))?;
             reported += 1;
@@ -286,7 +286,7 @@ fn reconnecting(context: &Context) -> Result<()> {
                     .receive(&stream, Duration::ZERO)
                     .optional()
                     .is_ok()
-                    && subscriber.publisher_state().is_some()
+                    && subscriber.publisher().map(|it| it.state).is_some()
             };
             ensure!(
                 eventually(PATIENCE, follows),

@@ -70,7 +70,7 @@ fn channels(context: &Context) -> Result<()> {
     })?;
     let failed = loan.send(&foreign).err();
     let failed = failed.ok_or_else(|| anyhow::anyhow!("send took the stream"))?;
-    let loan = failed.sample;
+    let loan = failed.returned;
     refused("send", Err::<(), _>(failed.error))?;
     let loan = loan.ok_or_else(|| anyhow::anyhow!("send kept the loan"))?;
     refused("discard", publisher.loan(&layout)?.discard(&foreign))?;
@@ -108,7 +108,7 @@ fn queues(context: &Context) -> Result<()> {
         .submit(loan, &foreign)
         .err()
         .ok_or_else(|| anyhow::anyhow!("submit took the stream"))?;
-    let loan = failed.loan;
+    let loan = failed.returned;
     refused("submit", Err::<(), _>(failed.error))?;
     let job = queue.submit(
         *loan.ok_or_else(|| anyhow::anyhow!("submit kept the loan"))?,
@@ -120,7 +120,7 @@ fn queues(context: &Context) -> Result<()> {
         .complete(None, &foreign, PATIENCE)
         .err()
         .ok_or_else(|| anyhow::anyhow!("complete took the stream"))?;
-    let answer_handle = failed.answer_handle;
+    let answer_handle = failed.returned.answer_handle;
     refused("complete", Err::<(), _>(failed.error))?;
     answer_handle
         .ok_or_else(|| anyhow::anyhow!("complete ended the answer handle"))?

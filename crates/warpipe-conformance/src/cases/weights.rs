@@ -75,7 +75,7 @@ fn read(context: &Context) -> Result<()> {
     let name = NAME.to_string();
     peer.ask(&Order::Weights(WeightsOrder::Open { name, seed: 1 }))?;
     ensure!(
-        SharedWeights::verify(NAME, open_options(context), PATIENCE)? == published.version(),
+        SharedWeights::verify(NAME, open_options(context), PATIENCE)? == published.version,
         "the hashes"
     );
     let tensor = shared.tensor("t2");
@@ -103,7 +103,8 @@ fn killed(context: &Context) -> Result<()> {
     keeper.kill()?;
     check(context, counters, &shared, 5)?;
     let next = self::keeper(context)?;
-    ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
+    let found = next.state()?;
+    ensure!(found.candidate == Some(version), "{found:?}");
     ensure!(
         SharedWeights::verify(NAME, open_options(context), PATIENCE)? == version,
         "the hashes"
@@ -138,15 +139,16 @@ fn shared_base(context: &Context) -> Result<()> {
     );
     let shared = SharedWeights::open(NAME, open_options(context), PATIENCE)?;
     ensure!(
-        shared.tensors().len() == 4 && shared.is_hashed(),
+        shared.tensors().len() == 4 && shared.info().is_hashed,
         "{shared:?}"
     );
     check(context, counters, &shared, 5)?;
     keeper.kill()?;
-    let version = published.version();
+    let version = published.version;
     drop(published);
     let next = self::keeper(context)?;
-    ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
+    let found = next.state()?;
+    ensure!(found.candidate == Some(version), "{found:?}");
     ensure!(
         SharedWeights::verify(NAME, open_options(context), PATIENCE)? == version,
         "the hashes"
@@ -174,7 +176,8 @@ fn many(context: &Context) -> Result<()> {
     let published = weights.publish(&context.domain, NAME, PATIENCE)?;
     drop((weights, first));
     let next = keeper(context)?;
-    ensure!(next.candidate()? == Some(1), "{:?}", next.candidate());
+    let found = next.state()?;
+    ensure!(found.candidate == Some(1), "{found:?}");
     SharedWeights::verify(NAME, open_options(context), PATIENCE)?;
     drop(published);
     let shared = SharedWeights::open(NAME, open_options(context), PATIENCE)?;

@@ -180,7 +180,7 @@ impl Actor {
             Order::PublisherState { subscriber } => {
                 return Ok(Answer::Text(format!(
                     "{:?}",
-                    self.subscriber(subscriber)?.publisher_state()
+                    self.subscriber(subscriber)?.publisher().map(|it| it.state)
                 )));
             }
             Order::ConnectOnly(name) => self.connect_only(&name)?,
@@ -510,7 +510,7 @@ impl Actor {
 /// The checks of a sample that are possible before its data is complete.
 fn describe(sample: &Sample) -> Item {
     let mark = crate::payload::PayloadMark::of(sample.metadata());
-    let gap = sample.discontinuity();
+    let gap = sample.info().discontinuity;
     Item {
         sequence: sample.sequence(),
         seed: mark.map_or(0, |mark| mark.seed),

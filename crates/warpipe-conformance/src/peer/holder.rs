@@ -126,7 +126,8 @@ pub enum HolderOrder {
 pub(super) struct Holder {
     shared: Vec<Option<SharedMemory>>,
     lent: Vec<Option<LentBuffer>>,
-    clients: Vec<PoolClient>,
+    /// With the names of their pools.
+    clients: Vec<(String, PoolClient)>,
     buffers: Vec<Buffer>,
     pool: Option<Pool>,
     published: Vec<Published>,
@@ -159,7 +160,7 @@ impl Holder {
                         ..PublishOptions::at(domain)
                     },
                 )?;
-                let ticket = published.ticket()?;
+                let ticket = published.ticket(..)?;
                 self.published.push(published);
                 return Ok(Answer::Text(ticket.to_string()));
             }
@@ -223,16 +224,11 @@ impl Holder {
             HolderOrder::Borrow(ticket) => {
                 // It stays, and with it its mapping: a negative control writes memory that it has
                 // released.
-                if !self
-                    .clients
-                    .iter()
-                    .any(|client| client.name() == ticket.name())
-                {
-                    self.clients.push(PoolClient::open(
-                        ticket.name(),
-                        OpenOptions::at(domain, device),
-                        Duration::ZERO,
-                    )?);
+                let name = ticket.info().name;
+                if !self.clients.iter().any(|(known, _)| known == name) {
+                    let options = OpenOptions::at(domain, device);
+                    let client = PoolClient::open(name, options, Duration::ZERO)?;
+                    self.clients.push((name.to_string(), client));
                 }
                 self.lent
                     .push(Some(LentBuffer::open(&ticket, device, Duration::ZERO)?));
@@ -243,20 +239,14 @@ impl Holder {
                 bytes,
                 wait_ms,
             } => {
-                let known = self
-                    .clients
-                    .iter()
-                    .find(|client| client.name() == name)
-                    .cloned();
+                let known = self.clients.iter().find(|(known, _)| *known == name);
                 let client = match known {
-                    Some(client) => client,
+                    Some((_, client)) => client.clone(),
                     None => {
-                        self.clients.push(PoolClient::open(
-                            &name,
-                            OpenOptions::at(domain, device),
-                            Duration::ZERO,
-                        )?);
-                        self.clients.last().context("pushed above")?.clone()
+                        let options = OpenOptions::at(domain, device);
+                        let client = PoolClient::open(&name, options, Duration::ZERO)?;
+                        self.clients.push((name, client.clone()));
+                        client
                     }
                 };
                 self.lent.push(Some(

@@ -124,7 +124,7 @@ impl RingSide {
         // SAFETY: the block is this ring's, for this stream; the results live until it is done,
         // which `finish` or the end of the process waits for.
         unsafe {
-            if self.ring.is_producer() {
+            if self.ring.info().is_producer {
                 ring::send(&self.stream, params, items, blocks, status)?;
             } else {
                 ring::receive(&self.stream, params, items, blocks, wrong, status)?;
@@ -137,11 +137,11 @@ impl RingSide {
     /// the consumer adds them up.
     fn steps(&self, stream: &Stream) -> Result<()> {
         let Self { ring, item, .. } = self;
-        for slot in 0..ring.depth() {
+        for slot in 0..ring.info().depth {
             let slot = ring.slot(slot)?;
             // SAFETY: the slot is this stream's between the two steps; the rest is this side's own.
             unsafe {
-                if ring.is_producer() {
+                if ring.info().is_producer {
                     warpipe_kernels::touch(stream, item.ptr(), WORDS)?;
                     ring.wait_on(stream)?;
                     stream.copy(slot, item.ptr(), 8 * WORDS)?;

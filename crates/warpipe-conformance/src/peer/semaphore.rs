@@ -368,7 +368,7 @@ impl Post {
     fn compete(&mut self, path: &Path, rounds: u64) -> Result<u64> {
         self.board(path)?;
         let board = self.board.as_ref().context("opened above")?;
-        let (most, mut passed) = (u64::from(self.semaphore.permits()), 0);
+        let (most, mut passed) = (u64::from(self.semaphore.state().permits), 0);
         for _ in 0..rounds {
             let permit = self.semaphore.acquire_host(PATIENCE)?;
             if board.inside().fetch_add(1, SeqCst) >= most {
@@ -378,7 +378,7 @@ impl Post {
             // Others have a chance to come in while this one is inside.
             std::thread::yield_now();
             board.inside().fetch_sub(1, SeqCst);
-            passed = passed.max(permit.passed());
+            passed = passed.max(permit.passed);
             permit.release_now();
         }
         Ok(passed)

@@ -64,7 +64,7 @@ impl WeightsHolder {
                 let weights =
                     weights_in_place::weights(context, segments, seed, &mpsc::channel().0)?;
                 let published = weights.publish(&context.domain, &name, PATIENCE)?;
-                let version = published.version();
+                let version = published.version;
                 self.published.push(published);
                 return Ok(Answer::Number(version));
             }

@@ -89,7 +89,7 @@ impl WorkerActor {
     }
 
     fn hold(&mut self, lease: Lease) -> Answer {
-        let (job, attempt) = (lease.job(), lease.attempt());
+        let (job, attempt) = (lease.job, lease.attempt);
         self.held.push_back(lease);
         Answer::Leased { job, attempt }
     }
@@ -100,7 +100,7 @@ impl WorkerActor {
         loop {
             match worker.lease(stream, PATIENCE) {
                 Ok(lease) => {
-                    say(&format!("leased {} {}", lease.job(), lease.attempt()));
+                    say(&format!("leased {} {}", lease.job, lease.attempt));
                     complete(lease, Duration::from_micros(slow_us))?;
                     done += 1;
                 }

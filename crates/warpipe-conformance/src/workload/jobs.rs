@@ -66,12 +66,12 @@ fn check(result: &JobResult, seed: u64) -> Result<()> {
     ensure!(
         result.metadata() == seed.to_le_bytes(),
         "the result of job {} is another's",
-        result.job()
+        result.job
     );
     ensure!(
         result.to_vec()? == result_of(WORDS, seed),
         "the result of job {} is wrong",
-        result.job()
+        result.job
     );
     Ok(())
 }
@@ -103,7 +103,7 @@ impl Jobs {
             Ok(result) => {
                 let seed = self
                     .due
-                    .remove(&result.job())
+                    .remove(&result.job)
                     .context("a result that was not due: doubled")?;
                 check(&result, seed)?;
             }

@@ -139,7 +139,9 @@ impl Workload for Published {
             ..PublishOptions::at(&context.domain)
         };
         let published = memory.publish(&site.name_of("memory"), options)?;
-        let opened = published.ticket()?.open(&context.device, Duration::ZERO)?;
+        let opened = published
+            .ticket(..)?
+            .open(&context.device, Duration::ZERO)?;
         cross(site, error_counters, stream, &opened, &memory, seed)?;
         let (fd, info) = (memory.export_fd()?, memory.info());
         let imported = Memory::import_fd(&context.device, &fd, &info, Access::ReadWrite)?;

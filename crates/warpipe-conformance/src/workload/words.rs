@@ -172,7 +172,7 @@ impl Workload for Permits {
     fn audit(&mut self) -> Result<()> {
         let creator = &self.creator;
         self.site.until("every permit", || {
-            Ok((creator.available() == PERMITS).then_some(()))
+            Ok((creator.state().available == PERMITS).then_some(()))
         })?;
         let held = (0..PERMITS)
             .map(|_| creator.acquire_host(self.site.patience))

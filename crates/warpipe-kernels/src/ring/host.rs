@@ -50,7 +50,7 @@ unsafe fn word<'a>(address: u64) -> &'a AtomicU64 {
 unsafe fn report(outcome: Result<(), RingEnd>, statuses: u64) {
     if let Err(end) = outcome {
         // SAFETY: the caller's promise.
-        unsafe { word(statuses) }.fetch_max(end.status(), AcqRel);
+        unsafe { word(statuses) }.fetch_max(end as u64, AcqRel);
     }
 }
 

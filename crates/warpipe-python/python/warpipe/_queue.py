@@ -220,11 +220,6 @@ class Worker(_warpipe._Leases, AsyncIteration):
         """The queue's name."""
         return self._name
 
-    @property
-    def queue_pid(self) -> int:
-        """The process id of the queue's owner."""
-        return self._queue_pid
-
     def lease(self, timeout: _Timeout = ...) -> _warpipe.Lease:
         """Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
 

@@ -76,7 +76,7 @@ fn receive(
     let mut buffer = Picture::new(WIDTH, HEIGHT);
     while tally.next < total {
         let frame = subscriber.receive(&stream, PATIENCE)?;
-        let previous = frame.discontinuity().and_then(|gap| gap.previous);
+        let previous = frame.info().discontinuity.and_then(|gap| gap.previous);
         tally.deaths += u64::from(previous.is_some());
         let Some(number) = copy(frame, &mut buffer)? else {
             continue;

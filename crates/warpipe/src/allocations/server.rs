@@ -94,11 +94,6 @@ impl AllocationServer {
         })
     }
 
-    /// The server's name.
-    pub fn name(&self) -> &str {
-        self.inner.server.server_core().name()
-    }
-
     /// The device of the memory that it shares.
     pub fn device(&self) -> &Device {
         self.inner.shares.device()

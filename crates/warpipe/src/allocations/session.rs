@@ -40,13 +40,8 @@ impl AllocationClient {
     }
 
     /// The server's name.
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         self.session.name()
-    }
-
-    /// The server's process.
-    pub fn owner_pid(&self) -> i32 {
-        self.session.ipc().pid()
     }
 
     /// Whether the server has closed, or its process has died.

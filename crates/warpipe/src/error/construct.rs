@@ -1,5 +1,6 @@
 //! Constructors of the errors that many modules report.
 
+use std::fmt;
 use std::io;
 use std::path::Path;
 use std::time::Duration;
@@ -46,6 +47,7 @@ impl Error {
 
     /// Whether the process, the system or this user has no descriptor left, or none in flight: an
     /// [`Error::Os`] with `EMFILE`, `ENFILE` or `ETOOMANYREFS`.
+    #[doc(hidden)] // For the command line.
     pub fn is_descriptor_limit(&self) -> bool {
         let codes = [libc::EMFILE, libc::ENFILE, libc::ETOOMANYREFS].map(Some);
         matches!(self, Error::Os { source, .. } if codes.contains(&source.raw_os_error()))
@@ -201,30 +203,32 @@ pub(super) fn peer_gone(kind: &Kind, name: &str, pid: i32, graceful: bool, detai
     }
 }
 
-/// Implements `Error` for an error that gives its caller a value back beside the library's error:
-/// its text and source are those of its field `error`, and so it converts into that.
-macro_rules! returns_to_caller {
-    ($error:ident) => {
-        impl std::fmt::Display for $error {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                std::fmt::Display::fmt(&self.error, f)
-            }
-        }
-
-        impl std::error::Error for $error {
-            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-                self.error.source()
-            }
-        }
-
-        impl From<$error> for $crate::error::Error {
-            fn from(failed: $error) -> $crate::error::Error {
-                failed.error
-            }
-        }
-    };
+/// A call that failed, with what its caller gave it, for another attempt.
+#[derive(Debug)]
+pub struct Returned<T> {
+    /// The reason.
+    pub error: Error,
+    /// What the call was given.
+    pub returned: T,
 }
-pub(crate) use returns_to_caller;
+
+impl<T> fmt::Display for Returned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.error, f)
+    }
+}
+
+impl<T: fmt::Debug> std::error::Error for Returned<T> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
+impl<T> From<Returned<T>> for Error {
+    fn from(failed: Returned<T>) -> Error {
+        failed.error
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -242,7 +246,7 @@ mod tests {
     fn an_error_that_gives_its_loan_back_says_each_cause_once() {
         let failed = crate::SendError {
             error: Error::os("mmap", "a region", rustix::io::Errno::NOMEM),
-            sample: None,
+            returned: None,
         };
         let (text, mut causes) = (failed.to_string(), Vec::new());
         let mut source = failed.source();

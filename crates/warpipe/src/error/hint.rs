@@ -39,6 +39,7 @@ impl Error {
     }
 
     /// [`hint`](Error::hint) in the words of another interface of this library.
+    #[doc(hidden)] // For bindings.
     pub fn hint_in(&self, language: Language) -> Option<Cow<'static, str>> {
         match self.fixed_hint() {
             "" => None,

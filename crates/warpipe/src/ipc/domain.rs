@@ -96,6 +96,7 @@ impl Domain {
     ///
     /// # Errors
     /// [`Error::File`]: `WARPIPE_DOMAIN` is relative.
+    #[doc(hidden)] // For the command line.
     pub fn environment_path() -> Result<PathBuf> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         if let Some(path) = variable("WARPIPE_DOMAIN").map(PathBuf::from) {
@@ -248,6 +249,7 @@ impl Domain {
 
     /// Removes the files of one dead endpoint, as [`clean`](Self::clean) does. Returns whether this
     /// call removed them: not if a process holds the name, or if they are no files of this library.
+    #[doc(hidden)] // For the command line.
     pub fn clean_name(&self, name: &EndpointName) -> bool {
         self.current().remove_dead(name)
     }

@@ -158,13 +158,46 @@ pub(crate) fn from_text<T: DeserializeOwned>(
     from_bytes(kind, &bytes)
 }
 
-/// The text form of a type with `to_bytes` and `of_payload`: `Display`, `FromStr`, and the
-/// conversions from and to `String` through which serde writes and reads the text.
+/// The contents of a handle.
+pub(crate) trait Payload: Serialize + DeserializeOwned {
+    const KIND: HandleKind;
+
+    /// The payload of a form that was read, once it is known to be sound.
+    fn checked(payload: Result<Self, HandleFault>) -> Result<Self>;
+}
+
+/// How serde writes and reads a payload: as its text.
+pub(crate) mod text {
+    use serde::de::Error;
+
+    use super::*;
+
+    pub(crate) fn serialize<P, S>(payload: &P, serializer: S) -> Result<S::Ok, S::Error>
+    where
+        P: Payload,
+        S: Serializer,
+    {
+        serializer.serialize_str(&to_text(P::KIND, &to_bytes(P::KIND, payload)))
+    }
+
+    pub(crate) fn deserialize<'de, P, D>(deserializer: D) -> Result<P, D::Error>
+    where
+        P: Payload,
+        D: Deserializer<'de>,
+    {
+        let text = String::deserialize(deserializer)?;
+        P::checked(from_text(P::KIND, &text)).map_err(D::Error::custom)
+    }
+}
+
+/// The text form of a handle: `Display` and `FromStr` of its payload.
 macro_rules! text_form {
-    ($handle:ident, $kind:expr) => {
+    ($handle:ident, $payload:ident: $contents:ty) => {
         impl std::fmt::Display for $handle {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str(&$crate::ipc::handle::to_text($kind, &self.to_bytes()))
+                let kind = <$contents as $crate::ipc::handle::Payload>::KIND;
+                let bytes = $crate::ipc::handle::to_bytes(kind, &self.$payload);
+                f.write_str(&$crate::ipc::handle::to_text(kind, &bytes))
             }
         }
 
@@ -172,21 +205,9 @@ macro_rules! text_form {
             type Err = $crate::error::Error;
 
             fn from_str(text: &str) -> $crate::error::Result<$handle> {
-                $handle::of_payload($crate::ipc::handle::from_text($kind, text))
-            }
-        }
-
-        impl TryFrom<String> for $handle {
-            type Error = $crate::error::Error;
-
-            fn try_from(text: String) -> $crate::error::Result<$handle> {
-                text.parse()
-            }
-        }
-
-        impl From<$handle> for String {
-            fn from(handle: $handle) -> String {
-                handle.to_string()
+                use $crate::ipc::handle::{Payload, from_text};
+                let payload = <$contents>::checked(from_text(<$contents>::KIND, text));
+                payload.map(|$payload| $handle { $payload })
             }
         }
     };

@@ -320,9 +320,10 @@ impl LendSession {
         contents: &Wait<'_>,
     ) -> Result<DeviceSlice> {
         let handle = LegacyHandle::from_bytes(bytes)?;
-        if handle.bytes() != offer.bytes {
+        let info = handle.info();
+        if info.bytes != offer.bytes {
             let allowed = format!("{} bytes", offer.bytes);
-            return Err(self.wrong("handle", format!("{} bytes", handle.bytes()), allowed));
+            return Err(self.wrong("handle", format!("{} bytes", info.bytes), allowed));
         }
         // Opened last: it would be closed behind the claim's end, and its owner may free it then.
         self.wait_until_ready(offer, contents)?;
@@ -331,7 +332,7 @@ impl LendSession {
         // The import is dropped first: the owner may free the memory when the claim has ended,
         // which is undefined for memory that is open elsewhere.
         let kept = Arc::new(DropAfterFence::new(Arc::default(), (import, claim))?);
-        let mapped = MappedMemory::new((&self.device, handle.device()), &kept, kept.clone());
+        let mapped = MappedMemory::new((&self.device, info.device), &kept, kept.clone());
         let label = self.name().into();
         // SAFETY: the handle's range, which is open for writing as long as `kept`.
         Ok(unsafe { DeviceSlice::new(mapped, ptr, offer.bytes, Access::ReadWrite, &label) })

@@ -43,9 +43,9 @@ impl MemberOptions {
 /// This process as a member of a domain. The drop leaves the domain.
 #[derive(Debug)]
 pub struct Member {
-    server: IpcServer,
-    heartbeat: Arc<HeartbeatSource>,
-    name: String,
+    /// This incarnation, as [`MemberInfo::generation`](super::MemberInfo::generation) shows it.
+    pub generation: [u8; 16],
+    _server: IpcServer,
 }
 
 impl Member {
@@ -90,33 +90,11 @@ impl Member {
         heartbeat.write_heartbeat(now_ns());
         let at = endpoint(name)?;
         let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
-        let server = serve(
-            &options.domain,
-            &at,
-            Kind::Member,
-            access,
-            heartbeat.clone(),
-        )?;
+        let server = serve(&options.domain, &at, Kind::Member, access, heartbeat)?;
         Ok(Member {
-            server,
-            heartbeat,
-            name: name.to_string(),
+            generation: server.server_core().generation(),
+            _server: server,
         })
-    }
-
-    /// The name that it joined under.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The role that it declares.
-    pub fn role(&self) -> &str {
-        &self.heartbeat.introduction.role
-    }
-
-    /// This incarnation, as [`MemberInfo::generation`](super::MemberInfo::generation) shows it.
-    pub fn generation(&self) -> [u8; 16] {
-        self.server.server_core().generation()
     }
 }
 

@@ -10,7 +10,6 @@ mod imports;
 
 pub use imports::LegacyMemory;
 
-use std::fmt;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -20,7 +19,7 @@ use crate::backend::{DeviceId, DevicePtr, PointerKind};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
 use crate::ipc::Kind;
-use crate::ipc::handle::{self, DriverHandle, HandleKind, text_form};
+use crate::ipc::handle::{self, DriverHandle, HandleKind, Payload, text_form};
 use crate::origin::{Liveness, ProcessOrigin};
 
 /// `cuIpcGetMemHandle`: names a range of memory that was allocated with `cudaMalloc`
@@ -49,10 +48,29 @@ use crate::origin::{Liveness, ProcessOrigin};
 /// # unsafe { device.backend().free_plain(pointer)? };
 /// # Ok::<(), warpipe::Error>(())
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct LegacyHandle {
+    #[serde(with = "handle::text")]
     fields: LegacyFields,
+}
+
+/// What [`LegacyHandle::info`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LegacyInfo {
+    /// The range's length in bytes.
+    pub bytes: u64,
+    /// Where the range begins, in bytes from its allocation's first.
+    pub offset: u64,
+    /// The length in bytes of the allocation: all of it is open to a process that opens the handle.
+    pub allocation_bytes: u64,
+    /// The device that owns the memory.
+    pub device: DeviceId,
+    /// The exporter's process id, in its own PID namespace.
+    pub pid: i32,
+    /// The `CUipcMemHandle` itself, of the allocation's base.
+    pub raw: [u8; 64],
 }
 
 /// The payload of a legacy handle.
@@ -164,37 +182,21 @@ impl LegacyHandle {
         }
     }
 
-    /// The range's length in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.fields.bytes
-    }
-
-    /// Where the range begins, in bytes from its allocation's first.
-    pub fn offset(&self) -> u64 {
-        self.fields.offset
-    }
-
-    /// The length in bytes of the allocation: all of it is open to a process that opens the handle.
-    pub fn allocation_bytes(&self) -> u64 {
-        self.fields.allocation_bytes
-    }
-
-    /// The device that owns the memory.
-    pub fn device(&self) -> DeviceId {
-        self.fields.owner
-    }
-
-    /// The exporter's process id, in its own PID namespace.
-    pub fn pid(&self) -> i32 {
-        self.fields.origin.pid
-    }
-
-    /// The `CUipcMemHandle` itself, of the allocation's base.
-    pub fn raw(&self) -> &[u8; 64] {
-        &self.fields.raw.0
+    /// What the handle says.
+    pub fn info(&self) -> LegacyInfo {
+        let fields = &self.fields;
+        LegacyInfo {
+            bytes: fields.bytes,
+            offset: fields.offset,
+            allocation_bytes: fields.allocation_bytes,
+            device: fields.owner,
+            pid: fields.origin.pid,
+            raw: fields.raw.0,
+        }
     }
 
     /// The handle as bytes, of variable length.
+    #[doc(hidden)] // For the Python package.
     pub fn to_bytes(&self) -> Vec<u8> {
         handle::to_bytes(HandleKind::Legacy, &self.fields)
     }
@@ -203,8 +205,10 @@ impl LegacyHandle {
     ///
     /// # Errors
     /// [`Error::Handle`] for anything else.
+    #[doc(hidden)] // For the Python package.
     pub fn from_bytes(bytes: &[u8]) -> Result<LegacyHandle> {
-        LegacyHandle::of_payload(handle::from_bytes(HandleKind::Legacy, bytes))
+        let fields = LegacyFields::checked(handle::from_bytes(HandleKind::Legacy, bytes))?;
+        Ok(LegacyHandle { fields })
     }
 
     /// A handle that this process takes for another one's.
@@ -213,27 +217,20 @@ impl LegacyHandle {
         self.fields.origin.started += 1;
         self
     }
+}
 
-    fn of_payload(payload: Result<LegacyFields, HandleFault>) -> Result<LegacyHandle> {
+text_form!(LegacyHandle, fields: LegacyFields);
+
+impl Payload for LegacyFields {
+    const KIND: HandleKind = HandleKind::Legacy;
+
+    fn checked(payload: Result<LegacyFields, HandleFault>) -> Result<LegacyFields> {
         let fields = payload.map_err(Error::legacy)?;
         if fields.origin.pid <= 0 {
             return Err(Error::legacy(HandleFault::Damaged("it names no process")));
         }
         check_range(fields.offset, fields.bytes, fields.allocation_bytes)?;
-        Ok(LegacyHandle { fields })
-    }
-}
-
-text_form!(LegacyHandle, HandleKind::Legacy);
-
-impl fmt::Debug for LegacyHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (bytes, offset, pid) = (self.bytes(), self.offset(), self.pid());
-        write!(
-            f,
-            "LegacyHandle({bytes} bytes from {offset} on, of process {pid} on {})",
-            self.device()
-        )
+        Ok(fields)
     }
 }
 

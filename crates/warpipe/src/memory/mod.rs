@@ -26,6 +26,6 @@ pub use self::owned::{Memory, MemoryInfo};
 pub use self::published::{PublishOptions, Published};
 pub use self::shared::SharedMemory;
 pub use self::slice::DeviceSlice;
-pub use self::ticket::Ticket;
+pub use self::ticket::{Ticket, TicketInfo};
 
 crate::ipc::messages!(ticket::PublishedReply);

@@ -32,7 +32,7 @@ use crate::fork::driver_files::EXPORTED;
 /// let weights = Memory::allocate(&device, 1 << 20)?;
 /// weights.write(&device.stream()?, 0, b"weights")?;
 /// let published = weights.publish("weights", PublishOptions::at(&domain))?;
-/// let text = published.ticket()?.to_string(); // a file, a pipe, an environment variable: any way will do
+/// let text = published.ticket(..)?.to_string(); // a file, a pipe, an environment variable: any way will do
 ///
 /// // In any process of this user:
 /// let ticket: warpipe::Ticket = text.parse()?;

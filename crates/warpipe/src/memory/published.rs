@@ -103,7 +103,7 @@ impl Published {
     }
 
     /// The name.
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         self.name.as_str()
     }
 
@@ -116,22 +116,15 @@ impl Published {
         self.server.server_core().generation()
     }
 
-    /// A ticket for all of the memory, valid until the publication is dropped.
-    ///
-    /// # Errors
-    /// [`Error::Os`] when the machine's identity cannot be read; [`Error::Argument`] for a domain
-    /// with a path that is not UTF-8.
-    pub fn ticket(&self) -> Result<Ticket> {
-        self.ticket_of(..)
-    }
-
-    /// A ticket for a range of the memory, in bytes. A process that opens it can reach no other
-    /// bytes through this library, but maps all of the memory.
+    /// A ticket for a range of the memory, in bytes, or for all of it (`..`), valid until the
+    /// publication is dropped. A process that opens it can reach no other bytes through this
+    /// library, but maps all of the memory.
     ///
     /// # Errors
     /// [`Error::Argument`] for a range that does not lie inside, and for one that ends before it
-    /// begins; as [`ticket`](Self::ticket).
-    pub fn ticket_of(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {
+    /// begins, or a domain with a path that is not UTF-8; [`Error::Os`] when the machine's identity
+    /// cannot be read.
+    pub fn ticket(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {
         let (offset, bytes) = offset_and_length(range, self.memory.bytes())?;
         self.memory.mapping.check(self.name(), offset, bytes)?;
         let (wanted, incarnation) = (Wanted::published(offset, Some(bytes)), self.incarnation());

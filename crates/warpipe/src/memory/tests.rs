@@ -64,7 +64,7 @@ fn in_its_own_process_a_ticket_leads_to_the_same_memory() {
     let stage = Stage::new("alias");
     let published = stage.publish("a", b"abc");
     let shared = published
-        .ticket()
+        .ticket(..)
         .unwrap()
         .open(&stage.device, Duration::ZERO)
         .unwrap();
@@ -88,12 +88,12 @@ fn opened_twice_it_is_mapped_once_and_closed_in_any_order() {
     let published = stage.publish("a", b"abcdef");
     let (device, counting) = other(Counting::default());
     let first = published
-        .ticket()
+        .ticket(..)
         .unwrap()
         .open(&device, Duration::ZERO)
         .unwrap();
     let second = published
-        .ticket_of(2..4)
+        .ticket(2..4)
         .unwrap()
         .open(&device, Duration::ZERO)
         .unwrap();
@@ -113,7 +113,7 @@ fn opened_twice_it_is_mapped_once_and_closed_in_any_order() {
         "the last one unmaps it"
     );
     let again = published
-        .ticket()
+        .ticket(..)
         .unwrap()
         .open(&device, Duration::ZERO)
         .unwrap();
@@ -135,7 +135,7 @@ fn a_mapping_is_kept_until_the_stream_that_uses_it_is_past_it() {
         let stream = device.stream().unwrap();
         let (go, wait) = mpsc::channel::<()>();
         let shared = published
-            .ticket()
+            .ticket(..)
             .unwrap()
             .open(&device, Duration::ZERO)
             .unwrap();
@@ -172,7 +172,7 @@ fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
         "{early}"
     );
     let published = stage.publish("a", b"abc");
-    let ticket = published.ticket().unwrap();
+    let ticket = published.ticket(..).unwrap();
     drop(published);
     let (device, _counting) = other(Counting::default());
     let gone = ticket.open(&device, WAIT).unwrap_err();
@@ -231,7 +231,7 @@ fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open
     let stage = Stage::new("open-still");
     let (device, _counting) = other(Counting::default());
     let published = stage.publish("a", b"abc");
-    let ticket = published.ticket().unwrap();
+    let ticket = published.ticket(..).unwrap();
     let (open, own) = (
         ticket.open(&device, Duration::ZERO).unwrap(),
         published.memory().clone(),
@@ -335,8 +335,8 @@ fn a_limit_below_the_devices_unit_is_refused_at_once() {
 fn ranges_end_inside_or_are_an_error() {
     let stage = Stage::new("range");
     let published = stage.publish("a", b"abcdef");
-    let middle = published.ticket_of(1..=2).unwrap();
-    assert_eq!(middle.bytes(), Some(2));
+    let middle = published.ticket(1..=2).unwrap();
+    assert_eq!(middle.info().bytes, Some(2));
     let shared = middle.open(&stage.device, Duration::ZERO).unwrap();
     assert_eq!(shared.to_vec(WAIT).unwrap(), b"bc");
     assert_eq!(shared.range(1, None).unwrap().to_vec(WAIT).unwrap(), b"c");
@@ -345,21 +345,21 @@ fn ranges_end_inside_or_are_an_error() {
         Err(Error::Argument { argument: "range", found, allowed }) if found == "1..3" && allowed.starts_with("0..2 of ")
     ));
     assert!(matches!(
-        published.ticket_of(4..=6),
+        published.ticket(4..=6),
         Err(Error::Argument {
             argument: "range",
             ..
         })
     ));
     assert!(matches!(
-        published.ticket_of(7..),
+        published.ticket(7..),
         Err(Error::Argument {
             argument: "range",
             ..
         })
     ));
     #[expect(clippy::reversed_empty_ranges, reason = "that is what is refused")]
-    let reversed = published.ticket_of(5..2);
+    let reversed = published.ticket(5..2);
     assert!(
         matches!(
             reversed,
@@ -371,7 +371,7 @@ fn ranges_end_inside_or_are_an_error() {
         "{reversed:?}"
     );
     assert!(matches!(
-        published.ticket_of(0..u64::MAX),
+        published.ticket(0..u64::MAX),
         Err(Error::Argument {
             argument: "range",
             ..
@@ -386,7 +386,7 @@ fn memory_for_reading_is_not_written() {
     let stream = device.stream().unwrap();
     let published = stage.publish("a", b"abc");
     let shared = published
-        .ticket()
+        .ticket(..)
         .unwrap()
         .open(&device, Duration::ZERO)
         .unwrap();
@@ -405,7 +405,7 @@ fn memory_for_reading_is_not_written() {
         )
         .unwrap();
     let shared = writable
-        .ticket()
+        .ticket(..)
         .unwrap()
         .open(&device, Duration::ZERO)
         .unwrap();
@@ -499,7 +499,7 @@ fn a_device_out_of_reach_is_an_error_by_name_and_keeps_nothing() {
     let published = stage.publish("a", b"abc");
     let (device, _wrapped) = other(OutOfReach);
     let error = published
-        .ticket()
+        .ticket(..)
         .unwrap()
         .open(&device, Duration::ZERO)
         .unwrap_err();
@@ -521,7 +521,7 @@ fn an_import_that_fails_can_be_tried_again() {
     let published = stage.publish("a", b"abc");
     let (device, failing) = other(Failing::default());
     failing.hook().aim("import", 1);
-    let ticket = published.ticket().unwrap();
+    let ticket = published.ticket(..).unwrap();
     assert!(matches!(
         ticket.open(&device, Duration::ZERO),
         Err(Error::Driver {

@@ -15,7 +15,7 @@ use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Expiry, HandleFault, NameFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::handle::{self, HandleKind, text_form};
+use crate::ipc::handle::{self, HandleKind, Payload, text_form};
 use crate::ipc::{Address, ClientSession, IncomingReply, Kind};
 use crate::origin::ProcessOrigin;
 use crate::wait::Wait;
@@ -51,9 +51,26 @@ pub(super) struct PublishedReply {
 /// # Ok::<(), warpipe::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[serde(transparent)]
 pub struct Ticket {
+    #[serde(with = "handle::text")]
     fields: Fields,
+}
+
+/// What [`Ticket::info`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TicketInfo<'a> {
+    /// The domain's directory.
+    pub domain: &'a Path,
+    /// The endpoint's name.
+    pub name: &'a str,
+    /// The kind of object under the name: memory, or a pool.
+    pub kind: Kind,
+    /// The device that the memory is on, if that was known when the ticket was written.
+    pub device: Option<DeviceId>,
+    /// Its length in bytes, if that was known when the ticket was written.
+    pub bytes: Option<u64>,
 }
 
 /// The contents of the text.
@@ -129,29 +146,16 @@ impl Ticket {
         Ticket::new(domain, &name, Kind::Memory, None, wanted, None)
     }
 
-    /// The domain's directory.
-    pub fn domain(&self) -> &Path {
-        Path::new(&self.fields.domain)
-    }
-
-    /// The endpoint's name.
-    pub fn name(&self) -> &str {
-        &self.fields.name
-    }
-
-    /// The kind of object under the name: memory, or a pool.
-    pub fn kind(&self) -> Kind {
-        self.fields.kind
-    }
-
-    /// The device that the memory is on, if that was known when the ticket was written.
-    pub fn device(&self) -> Option<DeviceId> {
-        self.fields.device
-    }
-
-    /// Its length in bytes, if that was known when the ticket was written.
-    pub fn bytes(&self) -> Option<u64> {
-        self.fields.wanted.bytes
+    /// What the ticket says.
+    pub fn info(&self) -> TicketInfo<'_> {
+        let fields = &self.fields;
+        TicketInfo {
+            domain: Path::new(&fields.domain),
+            name: &fields.name,
+            kind: fields.kind,
+            device: fields.device,
+            bytes: fields.wanted.bytes,
+        }
     }
 
     /// Fetches the memory from its owner and maps it on `device`, once in a process. Each call
@@ -168,7 +172,8 @@ impl Ticket {
     pub fn open<'w>(&self, device: &Device, wait: impl Into<Wait<'w>>) -> Result<SharedMemory> {
         self.check(Kind::Memory, device)?;
         let Wanted { offset, bytes, .. } = self.fields.wanted;
-        SharedMemory::whole(&self.fetch(device, &wait.into())?, self.name())?.range(offset, bytes)
+        SharedMemory::whole(&self.fetch(device, &wait.into())?, &self.fields.name)?
+            .range(offset, bytes)
     }
 
     /// The memory around what it names, if this process has it open on `device`: the owner is not
@@ -201,7 +206,7 @@ impl Ticket {
 
     /// Checks and maps the memory in a publication's reply.
     fn import(&self, incoming: IncomingReply, device: &Device) -> Result<MappedRegion> {
-        let (reply, [fd]) = incoming.open(self.name())?;
+        let (reply, [fd]) = incoming.open(&self.fields.name)?;
         let PublishedReply { info, access } = reply;
         let MemoryInfo {
             bytes,
@@ -210,7 +215,7 @@ impl Ticket {
         } = info;
         if bytes == 0 || bytes > mapped_bytes {
             let allowed = format!("1 to {mapped_bytes}");
-            return Err(Error::protocol(self.name(), "bytes", bytes, allowed));
+            return Err(Error::protocol(&self.fields.name, "bytes", bytes, allowed));
         }
         check_reach(device, owner)?;
         let region = Region::import(device, &[fd.as_fd()], mapped_bytes, access, owner)?;
@@ -278,19 +283,6 @@ impl Ticket {
         Ok((session, incoming))
     }
 
-    fn to_bytes(&self) -> Vec<u8> {
-        handle::to_bytes(HandleKind::Ticket, &self.fields)
-    }
-
-    fn of_payload(payload: Result<Fields, HandleFault>) -> Result<Ticket> {
-        let fields = payload.map_err(|fault| Error::handle("ticket", fault))?;
-        if EndpointName::new(&fields.name).is_err() {
-            let fault = HandleFault::Damaged("it has no name of an endpoint");
-            return Err(Error::handle("ticket", fault));
-        }
-        Ok(Ticket { fields })
-    }
-
     pub(crate) fn expired(&self, expiry: Expiry) -> Error {
         Error::handle(
             "ticket",
@@ -315,7 +307,20 @@ impl Ticket {
     }
 }
 
-text_form!(Ticket, HandleKind::Ticket);
+text_form!(Ticket, fields: Fields);
+
+impl Payload for Fields {
+    const KIND: HandleKind = HandleKind::Ticket;
+
+    fn checked(payload: Result<Fields, HandleFault>) -> Result<Fields> {
+        let fields = payload.map_err(|fault| Error::handle("ticket", fault))?;
+        if EndpointName::new(&fields.name).is_err() {
+            let fault = HandleFault::Damaged("it has no name of an endpoint");
+            return Err(Error::handle("ticket", fault));
+        }
+        Ok(fields)
+    }
+}
 
 /// For [`fuzzing`](crate::fuzzing): texts with a valid checksum over any contents.
 #[cfg(any(test, feature = "testing"))]
@@ -492,7 +497,7 @@ mod tests {
             .unwrap()
             .publish("weights", PublishOptions::at(&domain))
             .unwrap();
-        let mut ticket = published.ticket().unwrap();
+        let mut ticket = published.ticket(..).unwrap();
         assert!(ticket.open(&device, Duration::ZERO).is_ok());
         ticket.fields.owner += 1;
         let refused = ticket.open(&device, Duration::ZERO).unwrap_err();

@@ -194,11 +194,6 @@ impl Pool {
         })
     }
 
-    /// The pool's name.
-    pub fn name(&self) -> &str {
-        self.inner.allocator.name.as_str()
-    }
-
     /// The pool's device.
     pub fn device(&self) -> &Device {
         &self.inner.allocator.device

@@ -68,18 +68,13 @@ impl PoolClient {
     }
 
     /// The pool's name.
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         self.session.name()
     }
 
     #[cfg(test)]
     pub(crate) fn session(&self) -> &LendSession {
         &self.session
-    }
-
-    /// The owner's process.
-    pub fn owner_pid(&self) -> i32 {
-        self.session.ipc().pid()
     }
 
     /// Whether the owner has closed the pool, or has died. Its blocks stay valid.

@@ -278,7 +278,7 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
         .publish("memory", PublishOptions::at(&stage.domain))
         .unwrap();
     let other =
-        LentBuffer::open(&memory.ticket().unwrap(), &stage.device, Duration::ZERO).unwrap_err();
+        LentBuffer::open(&memory.ticket(..).unwrap(), &stage.device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             other,

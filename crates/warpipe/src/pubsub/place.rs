@@ -68,7 +68,7 @@ impl<'a> Place<'a> {
         match *self {
             Place::Legacy(handle) => {
                 let handle = LegacyHandle::from_bytes(handle)?;
-                check_range(0, bytes, handle.bytes())?;
+                check_range(0, bytes, handle.info().bytes)?;
                 let (ptr, import) = handle.import(device)?;
                 Ok((ptr, import.map(|import| import as Kept)))
             }
@@ -102,7 +102,7 @@ fn fetch(
     if found.is_some() {
         *asked = None;
     } else if asked.is_none() {
-        let (name, device) = (ticket.name().to_string(), device.clone());
+        let (name, device) = (ticket.info().name.to_string(), device.clone());
         let reach = move |wait: &Wait<'_>| ticket.fetch(&device, wait);
         *asked = Some(Attempt::start(&name, doorbell.clone(), reach, drop)?);
     }

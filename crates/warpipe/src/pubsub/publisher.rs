@@ -127,6 +127,7 @@ impl Publisher {
     ///
     /// # Errors
     /// As [`loan`](Self::loan).
+    #[doc(hidden)] // For bindings.
     pub fn loan_within<'w>(&self, layout: &Layout, wait: impl Into<Wait<'w>>) -> Result<SampleMut> {
         self.lend(layout, Some(&wait.into()))
     }

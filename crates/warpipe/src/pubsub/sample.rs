@@ -256,6 +256,28 @@ pub(crate) struct Rare {
     pub(super) memory: Vec<OpenMemory>,
 }
 
+/// What [`Sample::info`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SampleInfo {
+    /// The break before this sample, if there is one: samples of its publisher are missing, by a
+    /// policy that drops, [`skip_to`](crate::Publisher::skip_to), or the death of their sender; or
+    /// with [`reconnect`](crate::SubscriberOptions::reconnect) it is the first sample of another
+    /// incarnation, or of the same one after the link had ended. None on the first sample that a
+    /// subscriber receives of its first publisher, whatever its number.
+    pub discontinuity: Option<Discontinuity>,
+    /// When the sample was sent, in nanoseconds of `CLOCK_MONOTONIC` (see
+    /// [`crate::clock::now_ns`]), as stated by the sender; `None` from a publisher without
+    /// [`timestamps`](crate::PublisherOptions::timestamps).
+    pub sent_at_ns: Option<u64>,
+    /// When the sample was received, in nanoseconds of `CLOCK_MONOTONIC`; `None` where
+    /// `sent_at_ns` is.
+    pub received_at_ns: Option<u64>,
+    /// Whether it, or a part of it, lies in memory of its sender's own, which was [sent without a
+    /// copy](crate::Publisher::loan_in). It is read and released as any other.
+    pub is_in_place: bool,
+}
+
 /// A tensor in the publisher's memory. Kernels enqueued on the stream that it was received with
 /// read complete data; dropping it gives the slot back behind that stream's work.
 #[derive(Debug)]
@@ -277,15 +299,9 @@ impl Sample {
     }
 
     /// The device address of the slot's first byte, or of the first byte of a tensor [in
-    /// place](Self::is_in_place); it is `layout().bytes()` long.
+    /// place](SampleInfo::is_in_place); it is `layout().bytes()` long.
     pub fn slot_ptr(&self) -> DevicePtr {
         self.raw.address
-    }
-
-    /// Whether it, or a part of it, lies in memory of its sender's own, which was [sent without a
-    /// copy](crate::Publisher::loan_in). It is read and released as any other.
-    pub fn is_in_place(&self) -> bool {
-        self.raw.location == TensorLocation::InPlace
     }
 
     /// The tensor's layout.
@@ -313,38 +329,28 @@ impl Sample {
     }
 
     /// The sample's number among its publisher's samples, from 1. A gap in the numbers is samples
-    /// that this subscriber did not get: [`discontinuity`](Self::discontinuity) counts them.
+    /// that this subscriber did not get: [`discontinuity`](SampleInfo::discontinuity) counts them.
     pub fn sequence(&self) -> u64 {
         self.raw.receipt.sequence
     }
 
-    /// When the sample was sent, in nanoseconds of `CLOCK_MONOTONIC` (see
-    /// [`crate::clock::now_ns`]), as stated by the sender; `None` from a publisher without
-    /// [`timestamps`](crate::PublisherOptions::timestamps).
-    pub fn sent_at_ns(&self) -> Option<u64> {
-        Some(self.raw.sent_ns).filter(|&sent| sent != 0)
-    }
-
-    /// When the sample was received, in nanoseconds of `CLOCK_MONOTONIC`; `None` where
-    /// [`sent_at_ns`](Self::sent_at_ns) is.
-    pub fn received_at_ns(&self) -> Option<u64> {
-        Some(self.received_ns).filter(|&received| received != 0)
+    /// What else is known of it.
+    pub fn info(&self) -> SampleInfo {
+        let known = |time: u64| Some(time).filter(|&time| time != 0);
+        SampleInfo {
+            discontinuity: self.rare.as_ref().and_then(|rare| rare.discontinuity),
+            sent_at_ns: known(self.raw.sent_ns),
+            received_at_ns: known(self.received_ns),
+            is_in_place: self.raw.location == TensorLocation::InPlace,
+        }
     }
 
     /// The time between sending and receiving, if both are known. The sender states its time, which
     /// may be any number.
     #[inline]
     pub(super) fn latency_ns(&self) -> Option<u64> {
-        self.received_ns.checked_sub(self.sent_at_ns()?)
-    }
-
-    /// The break before this sample, if there is one: samples of its publisher are missing, by a
-    /// policy that drops, [`skip_to`](crate::Publisher::skip_to), or the death of their sender; or
-    /// with [`reconnect`](crate::SubscriberOptions::reconnect) it is the first sample of another
-    /// incarnation, or of the same one after the link had ended. None on the first sample that a
-    /// subscriber receives of its first publisher, whatever its number.
-    pub fn discontinuity(&self) -> Option<Discontinuity> {
-        self.rare.as_ref()?.discontinuity
+        let sent_ns = Some(self.raw.sent_ns).filter(|&sent| sent != 0)?;
+        self.received_ns.checked_sub(sent_ns)
     }
 
     /// The stream that waits for the sample.

@@ -42,6 +42,16 @@ use crate::wait::{OptionalExtension, Wait};
 /// attached to for the moment.
 const RETRY: Duration = Duration::from_millis(100);
 
+/// What [`Subscriber::publisher`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PublisherInfo {
+    /// The publisher's process id.
+    pub pid: i32,
+    /// The publisher's state.
+    pub state: PeerState,
+}
+
 /// Receives the tensors of one publisher.
 ///
 /// Not shared between threads (a cursor has one owner), but its samples may go anywhere. It can be
@@ -223,7 +233,7 @@ impl Subscriber {
     }
 
     /// The name of the publisher that this subscribes to.
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         self.at.name.as_str()
     }
 
@@ -236,14 +246,13 @@ impl Subscriber {
         self.attached.as_ref().map(|attached| &attached.link)
     }
 
-    /// The state of its publisher; `None` while there is none.
-    pub fn publisher_state(&self) -> Option<PeerState> {
-        self.link().map(|link| link.peer_state())
-    }
-
-    /// The publisher's process id; `None` while there is none.
-    pub fn publisher_pid(&self) -> Option<i32> {
-        self.link().map(|link| link.end.peer.pid)
+    /// Its publisher; `None` while there is none.
+    pub fn publisher(&self) -> Option<PublisherInfo> {
+        let link = self.link()?;
+        Some(PublisherInfo {
+            pid: link.end.peer.pid,
+            state: link.peer_state(),
+        })
     }
 
     /// Random bytes that name the incarnation of the publisher that gave the samples their numbers:
@@ -398,7 +407,8 @@ impl Subscriber {
     fn nothing_within(&self, wait: &Wait<'_>) -> Error {
         wait.timed_out(|| {
             let is_asked = |at: &LeakOnFork<LinkReceiver>| at.asked.is_some();
-            let cause = match self.publisher_pid() {
+            let pid = self.publisher().map(|publisher| publisher.pid);
+            let cause = match pid {
                 Some(_) if self.attached.as_ref().is_some_and(is_asked) => {
                     "the owner of its memory has not answered".into()
                 }

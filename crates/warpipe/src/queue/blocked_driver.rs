@@ -97,7 +97,7 @@ fn work(mut worker: Worker, stream: &Stream) -> (Worker, u64, Vec<u8>) {
     let stream = stream.clone();
     in_time(move || {
         let lease = worker.lease(&stream, PATIENCE).unwrap();
-        let (job, bytes) = (lease.job(), lease.to_vec(PATIENCE).unwrap());
+        let (job, bytes) = (lease.job, lease.to_vec(PATIENCE).unwrap());
         lease.complete(&stream).unwrap();
         (worker, job, bytes)
     })
@@ -120,7 +120,7 @@ fn other_calls_of_a_queue_go_on_while_a_full_launch_queue_holds_up_a_submit() {
     assert_eq!(done, early.id());
     let on = stream.clone();
     assert_eq!(
-        in_time(move || early.wait(&on, PATIENCE).unwrap().job()),
+        in_time(move || early.wait(&on, PATIENCE).unwrap().job),
         done
     );
     let (queue, third) = (scene.queue.clone(), scene.fixture.worker());
@@ -132,7 +132,7 @@ fn other_calls_of_a_queue_go_on_while_a_full_launch_queue_holds_up_a_submit() {
     let (_second, done, _) = work(second, &stream);
     assert_eq!(done, job.id());
     scene.queue.shutdown(PATIENCE).unwrap();
-    assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+    assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt, 1);
     let state = scene.queue.state().unwrap();
     assert_eq!((state.waiting, state.leased, state.finished), (0, 0, 0));
     drop((first, third));
@@ -151,7 +151,11 @@ fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharme
         "{}",
         refused.error
     );
-    let (queue, on, loan) = (scene.queue.clone(), stream.clone(), *refused.loan.unwrap());
+    let (queue, on, loan) = (
+        scene.queue.clone(),
+        stream.clone(),
+        *refused.returned.unwrap(),
+    );
     let other = std::thread::spawn(move || queue.submit_within(loan, &on, PATIENCE).unwrap());
     let job = scene.let_go(&submitted).unwrap();
     let other = other.join().unwrap();
@@ -180,7 +184,7 @@ fn a_worker_that_leaves_while_its_job_is_held_up_costs_the_job_no_attempt() {
     let (_worker, done, _) = work(scene.worker(), &scene.fixture.stream);
     assert_eq!(done, job.id());
     assert_eq!(
-        job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt(),
+        job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt,
         1
     );
 }
@@ -215,7 +219,7 @@ fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_
         let (_worker, done, _) = work(scene.worker(), &scene.fixture.stream);
         assert_eq!(done, job.id());
         assert_eq!(
-            job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt(),
+            job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt,
             attempt
         );
     }
@@ -244,14 +248,14 @@ fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_aga
             "{}",
             refused.error
         );
-        second = *refused.answer_handle.unwrap();
+        second = *refused.returned.answer_handle.unwrap();
     }
     assert!(answered.try_recv().is_err(), "nothing holds it up");
     scene.hook.hook().unblock();
     answered.recv_timeout(PATIENCE).unwrap().unwrap();
     second.complete(None, &stream, PATIENCE).unwrap();
     for job in jobs {
-        assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+        assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt, 1);
     }
 }
 
@@ -288,7 +292,7 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
                 Err(other) => panic!("{other}"),
             }
         }
-        assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+        assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt, 1);
     }
 }
 
@@ -303,7 +307,7 @@ fn a_job_that_waited_is_given_out_once_its_data_is_complete_and_not_before() {
     lease.complete(&stream).unwrap();
     let (queue, on) = (scene.queue.clone(), stream.clone());
     let late = in_time(move || {
-        assert_eq!(early.wait(&on, PATIENCE).unwrap().job(), early.id());
+        assert_eq!(early.wait(&on, PATIENCE).unwrap().job, early.id());
         assert!(
             !late.is_done().unwrap()
                 && matches!(late.wait(&on, Duration::ZERO), Err(Error::Timeout { .. }))
@@ -318,7 +322,7 @@ fn a_job_that_waited_is_given_out_once_its_data_is_complete_and_not_before() {
     drop(go);
     let (_worker, done, bytes) = work(worker, &stream);
     assert_eq!((done, &bytes[..]), (late.id(), &b"late"[..]));
-    assert_eq!(late.wait(&stream, PATIENCE).unwrap().attempt(), 1);
+    assert_eq!(late.wait(&stream, PATIENCE).unwrap().attempt, 1);
     scene.queue.drain(PATIENCE).unwrap();
 }
 
@@ -375,5 +379,5 @@ fn a_call_that_panicked_in_the_driver_polls_no_more_and_the_queue_goes_on() {
     let job = queue.submit_bytes(b"next", &fixture.stream).unwrap();
     let (_worker, id, bytes) = work(worker, &fixture.stream);
     assert_eq!((id, bytes), (job.id(), b"next".to_vec()));
-    assert_eq!(job.wait(&fixture.stream, PATIENCE).unwrap().job(), id);
+    assert_eq!(job.wait(&fixture.stream, PATIENCE).unwrap().job, id);
 }

@@ -138,23 +138,25 @@ impl Dispatcher {
             Err(error) => {
                 return Err(SubmitError {
                     error,
-                    loan: Some(loan(sample, metadata)),
+                    returned: Some(loan(sample, metadata)),
                 });
             }
         };
         let post = |to| sample.post(to, &encoded, stream);
-        match add(guard, tag, metadata, post, |failed| failed.sample.is_some()) {
+        match add(guard, tag, metadata, post, |failed| {
+            failed.returned.is_some()
+        }) {
             AddOutcome::Added => Ok(job),
             // Not dropped here, under the lock: returning memory gives its stream work.
             AddOutcome::Closed(failed) => Err(SubmitError {
                 error: self.gone(),
-                loan: failed
-                    .and_then(|failed| failed.sample)
+                returned: failed
+                    .and_then(|failed| failed.returned)
                     .map(|sample| Box::new(Loan::new(*sample))),
             }),
-            AddOutcome::Failed(SendError { error, sample }, metadata) => Err(SubmitError {
+            AddOutcome::Failed(SendError { error, returned }, metadata) => Err(SubmitError {
                 error,
-                loan: sample.map(|sample| loan(*sample, metadata)),
+                returned: returned.map(|sample| loan(*sample, metadata)),
             }),
         }
     }

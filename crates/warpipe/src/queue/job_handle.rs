@@ -19,8 +19,8 @@ pub struct JobHandle {
     dispatcher: Weak<Dispatcher>,
     name: String,
     id: u64,
-    /// When the result is of no use any more, in `CLOCK_MONOTONIC` nanoseconds; 0 is never.
-    pub(crate) deadline_ns: u64,
+    /// `CLOCK_MONOTONIC` nanoseconds by which the reply to a request is wanted; 0 of a job.
+    pub deadline_ns: u64,
 }
 
 impl JobHandle {
@@ -123,7 +123,8 @@ pub(super) fn into_result(
     match outcome {
         Outcome::Done(result) => Ok(JobResult {
             sample: result.arrival.into_sample(stream, None),
-            tag: result.tag,
+            job: result.tag.job,
+            attempt: result.tag.attempt,
             worker_pid: result.pid,
         }),
         Outcome::DeadLettered { reasons } => fail(JobEnd::DeadLettered { reasons }),

@@ -3,7 +3,7 @@
 use std::ops::Deref;
 use std::time::Duration;
 
-use super::wire::{DeliveryTag, user_of_answer};
+use super::wire::user_of_answer;
 use crate::error::Result;
 use crate::pubsub::Sample;
 
@@ -19,8 +19,12 @@ const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 #[must_use = "a result that is dropped is released"]
 pub struct JobResult {
     pub(super) sample: Sample,
-    pub(super) tag: DeliveryTag,
-    pub(super) worker_pid: i32,
+    /// The job's number, from 1.
+    pub job: u64,
+    /// The number of the attempt that gave this result, from 1.
+    pub attempt: u32,
+    /// The process id of the worker.
+    pub worker_pid: i32,
 }
 
 impl Deref for JobResult {
@@ -35,21 +39,6 @@ impl JobResult {
     /// The metadata bytes that the worker sent along.
     pub fn metadata(&self) -> &[u8] {
         user_of_answer(self.sample.metadata())
-    }
-
-    /// The job's number, from 1.
-    pub fn job(&self) -> u64 {
-        self.tag.job
-    }
-
-    /// The number of the attempt that gave this result, from 1.
-    pub fn attempt(&self) -> u32 {
-        self.tag.attempt
-    }
-
-    /// The process id of the worker.
-    pub fn worker_pid(&self) -> i32 {
-        self.worker_pid
     }
 
     /// The result as a sample, which can be released behind other streams. The first bytes of its

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::loan::Loan;
 use super::wire::{Answer, AnswerKind, DeliveryTag, user_of_job};
-use crate::error::{Error, Result, StateFault, returns_to_caller};
+use crate::error::{Error, Result, Returned, StateFault};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::nvtx;
@@ -95,17 +95,25 @@ impl AnswerPublisher {
 #[derive(Debug)]
 #[must_use = "a dropped answer handle is a failed attempt"]
 pub struct AnswerHandle {
+    /// The job's number, from 1.
+    pub job: u64,
+    /// The number of this attempt, from 1.
+    pub attempt: u32,
+    /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
+    pub deadline_ns: Option<u64>,
     tag: DeliveryTag,
     stream: Stream,
     answers: Arc<AnswerPublisher>,
     is_done: bool,
 }
 
-/// An answer that failed, with the parts for another attempt.
+/// An answer that failed. After [`Error::Timeout`] it can be tried again.
+pub type AnswerError = Returned<Unanswered>;
+
+/// The parts of an answer that failed, for another attempt.
 #[derive(Debug)]
-pub struct AnswerError {
-    /// The reason. After [`Error::Timeout`] the answer can be tried again.
-    pub error: Error,
+#[non_exhaustive]
+pub struct Unanswered {
     /// `None` if the queue has received the answer all the same. Dropping the answer handle fails
     /// the attempt.
     pub answer_handle: Option<Box<AnswerHandle>>,
@@ -113,24 +121,7 @@ pub struct AnswerError {
     pub output: Option<Box<Loan>>,
 }
 
-returns_to_caller!(AnswerError);
-
 impl AnswerHandle {
-    /// The job's number, from 1.
-    pub fn job(&self) -> u64 {
-        self.tag.job
-    }
-
-    /// The number of this attempt, from 1.
-    pub fn attempt(&self) -> u32 {
-        self.tag.attempt
-    }
-
-    /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
-    pub fn deadline_ns(&self) -> Option<u64> {
-        (self.tag.deadline_ns != 0).then_some(self.tag.deadline_ns)
-    }
-
     /// As [`Lease::output`].
     ///
     /// # Errors
@@ -210,9 +201,9 @@ impl AnswerHandle {
         let _range = nvtx::range(nvtx::COMPLETE);
         let stream = stream.unwrap_or(&self.stream).clone();
         let sent = self.send(kind, output, &stream, wait);
-        sent.map_err(|failed| AnswerError {
-            answer_handle: (!self.is_done).then(|| Box::new(self)),
-            ..failed
+        sent.map_err(|mut failed| {
+            failed.returned.answer_handle = (!self.is_done).then(|| Box::new(self));
+            failed
         })
     }
 
@@ -228,8 +219,10 @@ impl AnswerHandle {
     ) -> Result<(), AnswerError> {
         let failed = |error, output: Option<Loan>| AnswerError {
             error,
-            answer_handle: None,
-            output: output.map(Box::new),
+            returned: Unanswered {
+                answer_handle: None,
+                output: output.map(Box::new),
+            },
         };
         let check = |output| self.check_output(output);
         let checked = self.answers.owner_process.check();
@@ -263,9 +256,9 @@ impl AnswerHandle {
         let encoded = answer.encode(&metadata);
         let encoded = encoded.map_err(|error| failed(error, None))?;
         let sent = sample.send_to(owner, &encoded, stream, wait);
-        self.is_done = sent.as_ref().err().is_none_or(|it| it.sample.is_none());
-        sent.map(drop).map_err(|SendError { error, sample }| {
-            let output = sample.filter(|_| has_output).map(|sample| Loan {
+        self.is_done = sent.as_ref().err().is_none_or(|it| it.returned.is_none());
+        sent.map(drop).map_err(|SendError { error, returned }| {
+            let output = returned.filter(|_| has_output).map(|sample| Loan {
                 sample: *sample,
                 metadata,
                 lease,
@@ -336,6 +329,14 @@ impl Drop for AnswerHandle {
 #[derive(Debug)]
 #[must_use = "a lease that is dropped is a failed attempt"]
 pub struct Lease {
+    /// The job's number, from 1.
+    pub job: u64,
+    /// The number of this attempt, from 1.
+    pub attempt: u32,
+    /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
+    pub deadline_ns: Option<u64>,
+    /// The process that owns the job's queue: of a request the client.
+    pub queue_pid: i32,
     /// Declared first: the answer is sent before the input is released.
     answer_handle: AnswerHandle,
     input: Sample,
@@ -356,8 +357,17 @@ impl Lease {
         stream: &Stream,
         answers: &Arc<AnswerPublisher>,
     ) -> Lease {
+        let (job, attempt) = (tag.job, tag.attempt);
+        let deadline_ns = (tag.deadline_ns != 0).then_some(tag.deadline_ns);
         Lease {
+            job,
+            attempt,
+            deadline_ns,
+            queue_pid: answers.queue_pid,
             answer_handle: AnswerHandle {
+                job,
+                attempt,
+                deadline_ns,
                 tag,
                 stream: stream.clone(),
                 answers: answers.clone(),
@@ -376,26 +386,6 @@ impl Lease {
     /// The metadata bytes that were sent with the job.
     pub fn metadata(&self) -> &[u8] {
         user_of_job(self.input.metadata())
-    }
-
-    /// The job's number, from 1.
-    pub fn job(&self) -> u64 {
-        self.answer_handle.job()
-    }
-
-    /// The number of this attempt, from 1.
-    pub fn attempt(&self) -> u32 {
-        self.answer_handle.attempt()
-    }
-
-    /// The process that owns the job's queue: of a request the client.
-    pub fn queue_pid(&self) -> i32 {
-        self.answer_handle.answers.queue_pid
-    }
-
-    /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
-    pub fn deadline_ns(&self) -> Option<u64> {
-        self.answer_handle.deadline_ns()
     }
 
     /// Lends memory for the result. Each attempt has memory of its own.
@@ -461,6 +451,7 @@ impl Lease {
         let Lease {
             answer_handle,
             input,
+            ..
         } = self;
         let answered = answer_handle
             .answer(kind, output, stream, None)

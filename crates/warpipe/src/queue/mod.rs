@@ -46,7 +46,7 @@ mod worker_session;
 pub use job_handle::JobHandle;
 pub use job_result::JobResult;
 pub use job_table::ResultOrder;
-pub use lease::{AnswerError, AnswerHandle, Lease};
+pub use lease::{AnswerError, AnswerHandle, Lease, Unanswered};
 pub use loan::Loan;
 pub use options::QueueOptions;
 pub use owner::{Queue, QueueState, SubmitError};

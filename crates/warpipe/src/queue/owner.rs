@@ -10,7 +10,7 @@ use super::job_table::Stage;
 use super::loan::Loan;
 use super::watch::QueueWatch;
 use crate::device::Device;
-use crate::error::{Error, Result, returns_to_caller};
+use crate::error::{Error, Result, Returned};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::stream::Stream;
@@ -57,7 +57,7 @@ pub struct QueueState {
 /// lease.complete_with(output, &stream)?;
 ///
 /// let result = job.wait(&stream, Duration::from_secs(5))?;
-/// assert_eq!((result.to_vec()?, result.attempt()), (vec![2, 4, 6], 1));
+/// assert_eq!((result.to_vec()?, result.attempt), (vec![2, 4, 6], 1));
 /// # drop((result, worker, queue)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```
@@ -91,6 +91,7 @@ impl Queue {
     ///
     /// # Errors
     /// As [`loan`](Self::loan).
+    #[doc(hidden)] // For bindings.
     pub fn loan_within<'w>(&self, layout: &Layout, wait: impl Into<Wait<'w>>) -> Result<Loan> {
         let lent = self.dispatcher.publisher.loan_within(layout, wait);
         lent.map(Loan::new)
@@ -149,7 +150,7 @@ impl Queue {
             );
             return Err(SubmitError {
                 error,
-                loan: Some(Box::new(input)),
+                returned: Some(Box::new(input)),
             });
         }
         let mut input = Some(input);
@@ -157,7 +158,7 @@ impl Queue {
             if guard.table.is_shut() {
                 return Some(Err(SubmitError {
                     error: dispatcher.gone(),
-                    loan: None,
+                    returned: None,
                 }));
             }
             Some(dispatcher.add_job(guard, input.take()?, stream, deadline_ns))
@@ -166,14 +167,17 @@ impl Queue {
         let failed = match entered {
             Ok(Ok(id)) => return Ok(JobHandle::new(dispatcher, id, deadline_ns)),
             Ok(Err(failed)) => failed,
-            Err(error) => SubmitError { error, loan: None },
+            Err(error) => SubmitError {
+                error,
+                returned: None,
+            },
         };
         // No worker has the job, and the work that fills the input is enqueued.
         input
             .iter_mut()
             .for_each(|input| input.sample.stay_behind(stream));
         Err(SubmitError {
-            loan: failed.loan.or(input.map(Box::new)),
+            returned: failed.returned.or(input.map(Box::new)),
             ..failed
         })
     }
@@ -310,13 +314,6 @@ impl Drop for Queue {
     }
 }
 
-/// A job that was not accepted, with its input for another attempt.
-#[derive(Debug)]
-pub struct SubmitError {
-    /// The reason.
-    pub error: Error,
-    /// The input; `None` if the driver failed after a worker had seen the job.
-    pub loan: Option<Box<Loan>>,
-}
-
-returns_to_caller!(SubmitError);
+/// A job that was not accepted. Its input comes back, unless the driver failed after a worker had
+/// seen the job.
+pub type SubmitError = Returned<Option<Box<Loan>>>;

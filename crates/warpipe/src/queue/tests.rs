@@ -142,9 +142,9 @@ fn survives(lie: impl FnOnce(&FakeWorker<'_>, DeliveryTag)) {
     drop(sample);
     let mut honest = fixture.worker();
     let lease = honest.lease(&fixture.stream, SOON).unwrap();
-    assert_eq!((lease.job(), lease.attempt()), (job.id(), 2));
+    assert_eq!((lease.job, lease.attempt), (job.id(), 2));
     lease.complete(&fixture.stream).unwrap();
-    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 2);
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 2);
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn a_second_answer_to_the_same_job_ends_its_link_alone() {
     fake_worker.is_thrown_out();
     drop(sample);
     assert_eq!(
-        job.wait(&fixture.stream, SOON).unwrap().attempt(),
+        job.wait(&fixture.stream, SOON).unwrap().attempt,
         1,
         "the first answer counts"
     );
@@ -227,7 +227,7 @@ fn a_loan_of_another_queue_is_refused_and_given_back() {
     assert!(matches!(refused.error, Error::Argument { .. }));
     assert!(
         other
-            .submit(*refused.loan.unwrap(), &fixture.stream)
+            .submit(*refused.returned.unwrap(), &fixture.stream)
             .is_ok()
     );
 }
@@ -261,9 +261,14 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
         "{text}"
     );
     first
-        .complete(refused.output.map(|output| *output), &fixture.stream, SOON)
+        .complete(
+            refused.returned.output.map(|output| *output),
+            &fixture.stream,
+            SOON,
+        )
         .unwrap();
     refused
+        .returned
         .answer_handle
         .unwrap()
         .complete(None, &fixture.stream, SOON)
@@ -399,11 +404,11 @@ fn a_job_that_waits_for_its_data_holds_up_none_behind_it() {
     let mut worker = fixture.worker();
     let mut next = || worker.lease(&fixture.stream, SOON).unwrap();
     let lease = next();
-    assert_eq!(lease.job(), second.id());
+    assert_eq!(lease.job, second.id());
     lease.complete(&fixture.stream).unwrap();
     drop(go);
     let lease = next();
-    assert_eq!(lease.job(), first.id());
+    assert_eq!(lease.job, first.id());
     lease.complete(&fixture.stream).unwrap();
     queue.drain(SOON).unwrap();
 }
@@ -444,7 +449,7 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
     let third = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     lease = worker.lease(&fixture.stream, SOON).unwrap();
     lease.complete(&fixture.stream).unwrap();
-    assert_eq!(third.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+    assert_eq!(third.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
 #[test]
@@ -477,7 +482,7 @@ fn an_answer_waits_for_memory_as_long_as_it_is_told_to_and_sleeps_meanwhile() {
         start.elapsed() >= 2 * crate::wait::SLICE,
         "it does not sleep"
     );
-    let answer = *failed.answer_handle.unwrap();
+    let answer = *failed.returned.answer_handle.unwrap();
     drop(outputs);
     answer.complete(None, &fixture.stream, SOON).unwrap();
     drop(job.wait(&fixture.stream, SOON).unwrap());
@@ -497,7 +502,7 @@ fn results_that_nobody_has_taken_yet_hold_up_no_job() {
     // A result that outlives its worker, and one that is never taken.
     drop(worker);
     let result = queue.next_result(&fixture.stream, SOON).unwrap();
-    assert_eq!((result.job(), result.to_vec().unwrap().len()), (1, 0));
+    assert_eq!((result.job, result.to_vec().unwrap().len()), (1, 0));
     drop(queue);
     result.finish().unwrap();
 }
@@ -534,8 +539,8 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     drop(guard);
     let mut other = fixture.worker();
     let lease = other.lease(&fixture.stream, SOON).unwrap();
-    assert_eq!(lease.attempt(), 2);
-    assert!(jobs.iter().any(|job| job.id() == lease.job()));
+    assert_eq!(lease.attempt, 2);
+    assert!(jobs.iter().any(|job| job.id() == lease.job));
     drop(silent);
 }
 
@@ -600,7 +605,7 @@ fn a_result_that_comes_after_the_cancellation_stays_also_while_the_wait_polls() 
             true => queue.next_result(stream, SOON),
             false => job.wait(stream, SOON),
         };
-        assert_eq!(result.unwrap().job(), job.id());
+        assert_eq!(result.unwrap().job, job.id());
     }
 }
 
@@ -666,7 +671,7 @@ fn a_shutdown_waits_for_the_job_that_a_worker_holds() {
     let end = worker.lease(&fixture.stream, SOON);
     let is_graceful = matches!(end, Err(Error::PeerGone { graceful: true, .. }));
     assert!(is_graceful, "{end:?}");
-    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
 #[test]
@@ -688,7 +693,7 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
         .collect();
     let mut worker = fixture.worker();
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
-    assert_eq!(lease.job(), 1);
+    assert_eq!(lease.job, 1);
     assert!(queue.shutdown(Duration::ZERO).is_err());
     assert_eq!(queue.cancel_waiting().unwrap(), [2, 3]);
     lease.complete(&fixture.stream).unwrap();
@@ -739,7 +744,7 @@ fn a_wait_that_is_cancelled_while_it_sleeps_does_not_take_the_result_that_ends_t
         let late = job.wait(&fixture.stream, wait);
         assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
     });
-    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
 #[test]

@@ -113,7 +113,7 @@ impl Worker {
             ..PublisherOptions::at(&domain, &device)
         };
         let answers = Publisher::over(&jobs, answering, Kind::Results)?;
-        let queue_pid = jobs.publisher_pid().unwrap_or_default();
+        let queue_pid = jobs.publisher().map(|it| it.pid).unwrap_or_default();
         Ok(Worker {
             jobs,
             answers: Arc::new(AnswerPublisher::new(answers, queue_pid)),
@@ -121,13 +121,8 @@ impl Worker {
     }
 
     /// The queue's name.
-    pub fn queue(&self) -> &str {
+    pub(crate) fn queue(&self) -> &str {
         self.answers.queue()
-    }
-
-    /// The process that owns the queue.
-    pub fn queue_pid(&self) -> i32 {
-        self.answers.queue_pid
     }
 
     /// Takes the next job, and waits for it if there is none. `stream` will wait, on the device,

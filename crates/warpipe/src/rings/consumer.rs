@@ -170,7 +170,7 @@ impl ProducerEnd {
     fn set(&self, end: RingEnd) {
         let gone: &AtomicU64 = self.page.at(gone_offset(0));
         // A graceful close stays one.
-        let _ = gone.compare_exchange(0, end.status(), AcqRel, Acquire);
+        let _ = gone.compare_exchange(0, end as u64, AcqRel, Acquire);
     }
 }
 

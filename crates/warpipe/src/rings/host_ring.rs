@@ -7,36 +7,27 @@ use super::layout::{self, block, peer};
 use crate::atomic::{AtomicU64, fence};
 
 /// How a wait ended without its item.
+///
+/// As a number it is the status that kernels return: `WARPIPE_RING_...` of `device.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
+#[repr(u64)]
 pub enum RingEnd {
     /// Every peer has ended, the last one gracefully.
-    Closed,
+    Closed = 1,
     /// Every peer has ended, and the process of the last one is proven dead.
-    Died,
+    Died = 2,
     /// A peer's process has exited; a child that it forked may keep its kernels running.
-    Orphaned,
+    Orphaned = 3,
     /// This side stops: [`KernelRing::stop`](crate::KernelRing::stop), or its drop.
-    Stopped,
+    Stopped = 4,
     /// The item did not come within the ring's limit of looks.
-    SpinLimit,
+    SpinLimit = 5,
     /// The kernel was compiled for another version of the library.
-    WrongLayout,
+    WrongLayout = 6,
 }
 
 impl RingEnd {
-    /// The status as kernels return it: `WARPIPE_RING_...` of `device.cuh`.
-    pub fn status(self) -> u64 {
-        match self {
-            RingEnd::Closed => 1,
-            RingEnd::Died => 2,
-            RingEnd::Orphaned => 3,
-            RingEnd::Stopped => 4,
-            RingEnd::SpinLimit => 5,
-            RingEnd::WrongLayout => 6,
-        }
-    }
-
     /// The end that a kernel returned as this status. `None` for `WARPIPE_RING_OK`.
     pub fn of_status(status: u64) -> Option<RingEnd> {
         match status {
@@ -121,10 +112,10 @@ impl HostRing {
 
     fn wait_status(&self, item: u64) -> u64 {
         if self.number(block::LAYOUT) != layout::LAYOUT {
-            return RingEnd::WrongLayout.status();
+            return RingEnd::WrongLayout as u64;
         }
         if item % layout::STOP_LOOK == layout::STOP_LOOK - 1 && self.is_stopped() {
-            return RingEnd::Stopped.status();
+            return RingEnd::Stopped as u64;
         }
         if self.number(block::ROLE) == layout::CONSUMER {
             return self.wait_for(block::PEER, item, item + 1);
@@ -170,7 +161,7 @@ impl HostRing {
             spins += 1;
             if spins % look_every == 0 {
                 if self.is_stopped() {
-                    return RingEnd::Stopped.status();
+                    return RingEnd::Stopped as u64;
                 }
                 let gone = self.word(self.number(peer + peer::GONE)).load(Acquire);
                 if gone != 0 {
@@ -179,7 +170,7 @@ impl HostRing {
                 }
             }
             if spins >= spins_max {
-                return RingEnd::SpinLimit.status();
+                return RingEnd::SpinLimit as u64;
             }
             // A look then takes about as long as a GPU's, so one limit of looks serves both.
             match spins {

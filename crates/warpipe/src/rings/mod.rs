@@ -235,6 +235,18 @@ fn allocate(device: &Device, bytes: u64) -> Result<Region> {
     Region::allocate(device, whole)
 }
 
+/// What [`KernelRing::info`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RingInfo {
+    /// The number of slots.
+    pub depth: u64,
+    /// The bytes of a slot.
+    pub slot_bytes: u64,
+    /// Whether this side writes the items.
+    pub is_producer: bool,
+}
+
 /// A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
 /// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
 /// operation and no CPU between items.
@@ -394,36 +406,20 @@ impl KernelRing {
         })
     }
 
-    /// The endpoint's name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The device of this side's kernels.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// Whether this side writes the items.
-    pub fn is_producer(&self) -> bool {
-        matches!(self.held.memory, RingMemory::Producer(_))
-    }
-
-    /// The number of slots.
-    pub fn depth(&self) -> u64 {
-        self.depth
-    }
-
-    /// The bytes of a slot.
-    pub fn slot_bytes(&self) -> u64 {
-        self.slot_bytes
+    /// What both sides agree on.
+    pub fn info(&self) -> RingInfo {
+        RingInfo {
+            depth: self.depth,
+            slot_bytes: self.slot_bytes,
+            is_producer: matches!(self.held.memory, RingMemory::Producer(_)),
+        }
     }
 
     /// The address of the slot in which the items `index`, `index + depth` and so on lie, for work
     /// behind [`wait_on`](Self::wait_on). A consumer may only read it.
     ///
     /// # Errors
-    /// [`Error::Argument`] from [`depth`](Self::depth) on.
+    /// [`Error::Argument`] from [`depth`](RingInfo::depth) on.
     pub fn slot(&self, index: u64) -> Result<DevicePtr> {
         if index >= self.depth {
             let allowed = format!("below {}", self.depth);
@@ -568,4 +564,4 @@ impl Drop for KernelRing {
     }
 }
 
-opaque_debug!(KernelRing { name, depth, slot_bytes; is_producer });
+opaque_debug!(KernelRing { name; info });

@@ -213,9 +213,9 @@ impl RingServer {
     /// Says to the kernels that a consumer has ended. An end stays as it is, but for an orphan's.
     fn tell(&self, index: usize, end: RingEnd) {
         let gone: &AtomicU64 = self.page.at(gone_offset(index));
-        let orphaned = RingEnd::Orphaned.status();
+        let orphaned = RingEnd::Orphaned as u64;
         let _ = gone.fetch_update(AcqRel, Acquire, |now| {
-            (now == 0 || now == orphaned).then_some(end.status())
+            (now == 0 || now == orphaned).then_some(end as u64)
         });
     }
 

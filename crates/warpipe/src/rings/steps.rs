@@ -69,7 +69,7 @@ impl KernelRing {
     }
 
     fn check_role(&self, is_producer: bool) -> Result<()> {
-        if self.is_producer() == is_producer {
+        if self.info().is_producer == is_producer {
             return Ok(());
         }
         let (found, allowed) = match is_producer {

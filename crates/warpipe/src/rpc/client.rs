@@ -94,7 +94,7 @@ impl ClientOptions {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Client, ClientOptions, Device, Domain, Server, ServerOptions};
+/// use warpipe::{Client, ClientOptions, Device, Domain, Layout, Server, ServerOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-service-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let client = Client::new("upper", ClientOptions::at(&domain, &device))?;
@@ -110,7 +110,9 @@ impl ClientOptions {
 /// request.complete_with(output, &stream)?;
 /// # Ok::<_, warpipe::Error>(server) }});
 ///
-/// let reply = client.call_bytes(b"hello", &stream, Duration::from_secs(5))?;
+/// let mut question = client.loan(&Layout::bytes_only(5)?)?;
+/// question.write(&stream, b"hello")?;
+/// let reply = client.call(question, &stream, Duration::from_secs(5))?;
 /// assert_eq!(reply.to_vec()?, b"HELLO");
 /// # drop((reply, client, serving.join().unwrap()?)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
@@ -118,7 +120,6 @@ impl ClientOptions {
 #[derive(Debug)]
 pub struct Client {
     pub(super) queue: Queue,
-    service: String,
 }
 
 impl Client {
@@ -141,23 +142,10 @@ impl Client {
             match Queue::of_service(&name, service, options.clone()) {
                 Err(Error::Name(NameFault::Taken { .. })) if tries < NAME_TRIES => {}
                 made => {
-                    return Ok(Client {
-                        queue: made?,
-                        service: service.to_string(),
-                    });
+                    return Ok(Client { queue: made? });
                 }
             }
         }
-    }
-
-    /// The service's name.
-    pub fn service(&self) -> &str {
-        &self.service
-    }
-
-    /// The device of this client.
-    pub fn device(&self) -> &Device {
-        self.queue.device()
     }
 
     /// Lends memory for a request.
@@ -172,6 +160,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`loan`](Self::loan).
+    #[doc(hidden)] // For bindings.
     pub fn loan_within<'w>(&self, layout: &Layout, wait: impl Into<Wait<'w>>) -> Result<Loan> {
         self.queue.loan_within(layout, wait)
     }
@@ -197,6 +186,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`request`](Self::request).
+    #[doc(hidden)] // For the Python package.
     pub fn request_before<'w>(
         &self,
         input: Loan,
@@ -216,21 +206,6 @@ impl Client {
     pub fn call(&self, input: Loan, stream: &Stream, deadline: Duration) -> Result<JobResult> {
         self.request(input, stream, deadline)?
             .wait(stream, Duration::MAX)
-    }
-
-    /// Loans, copies `bytes` in, and [calls](Self::call).
-    ///
-    /// # Errors
-    /// Those of [`loan`](Self::loan) and [`call`](Self::call).
-    pub fn call_bytes(
-        &self,
-        bytes: &[u8],
-        stream: &Stream,
-        deadline: Duration,
-    ) -> Result<JobResult> {
-        let mut input = self.loan(&Layout::bytes_only(bytes.len() as u64)?)?;
-        input.write(stream, bytes)?;
-        self.call(input, stream, deadline)
     }
 
     /// A descriptor that tells an event loop when to poll. See [`Queue::watch`].
@@ -274,13 +249,6 @@ impl Deref for Pending {
 
     fn deref(&self) -> &JobHandle {
         &self.handle
-    }
-}
-
-impl Pending {
-    /// `CLOCK_MONOTONIC` nanoseconds by which the reply is wanted.
-    pub fn deadline_ns(&self) -> u64 {
-        self.handle.deadline_ns
     }
 }
 

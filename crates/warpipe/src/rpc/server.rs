@@ -169,7 +169,7 @@ impl Server {
     }
 
     /// The service's name.
-    pub fn service(&self) -> &str {
+    pub(crate) fn service(&self) -> &str {
         &self.service
     }
 

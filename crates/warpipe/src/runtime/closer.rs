@@ -359,12 +359,8 @@ pub(crate) fn is_any_user_over_limit() -> bool {
     users.any(|(uid, pending)| uid.is_some() && pending.over_limit(now).is_some())
 }
 
-/// The number of descriptors from peers with a `close` that has not returned. A few for a moment
-/// are harmless. A number that stays means that a peer sends files that take long to close (a
-/// socket that lingers, a file on FUSE). Each costs this process a descriptor and a thread. From 64
-/// of another user on (256 of this one), new connections of that user are refused, and further
-/// descriptors wait without a thread.
-pub fn pending_closes() -> usize {
+/// The number of descriptors from peers with a `close` that has not returned.
+pub(crate) fn pending_closes() -> usize {
     let state = CLOSER.lock();
     state.pending.values().map(|pending| pending.count).sum()
 }

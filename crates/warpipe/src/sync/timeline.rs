@@ -208,18 +208,8 @@ impl Timeline {
         options.open(name, Kind::Timeline, wait, Timeline::import)
     }
 
-    /// The endpoint's name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The device of the streams that signal and wait.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
     /// Whether this handle may signal.
-    pub fn is_owner(&self) -> bool {
+    pub(crate) fn is_owner(&self) -> bool {
         matches!(self.role, TimelineRole::Owner { .. })
     }
 

@@ -31,6 +31,7 @@ impl BaseVersion {
     /// # Errors
     /// [`Error::Argument`] when the keeper offers a later version; as
     /// [`SharedWeights::open`](super::SharedWeights::open).
+    #[doc(hidden)] // For the Python package.
     pub fn find<'w>(
         domain: &Domain,
         name: &str,

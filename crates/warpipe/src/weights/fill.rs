@@ -28,15 +28,16 @@ use crate::tensor::Layout;
 /// use warpipe::weights::Weights;
 /// use warpipe::{DType, Device, Layout};
 /// let (device, layout) = (Device::host(), Layout::contiguous(DType::U8, &[3])?);
-/// let builder = Weights::builder(&device, [("embed", layout), ("norm", layout)])?.alias("head", 0);
+/// let mut builder = Weights::builder(&device, [("embed", layout), ("norm", layout)])?;
+/// builder.aliases = vec![(0, "head".into())];
 /// let (stream, memory) = (device.stream()?, builder.memory().expect("there are tensors"));
 /// for (&offset, bytes) in builder.offsets().iter().zip([b"abc", b"def"]) {
 ///     memory.write(&stream, offset, bytes)?;
 /// }
 /// let weights = builder.finish()?;
-/// let names: Vec<&str> = weights.tensors().iter().map(|tensor| tensor.name()).collect();
+/// let names: Vec<&str> = weights.tensors().iter().map(|tensor| &*tensor.name).collect();
 /// assert_eq!(names, ["embed", "head", "norm"]);
-/// assert_eq!(weights.tensors()[0].offset(), weights.tensors()[1].offset());
+/// assert_eq!(weights.tensors()[0].offset, weights.tensors()[1].offset);
 /// # Ok::<(), warpipe::Error>(())
 /// ```
 #[derive(Debug)]
@@ -48,12 +49,46 @@ pub struct WeightsBuilder {
     placed: Placement,
     /// Of tensors that were hashed as they were copied, by their index.
     hashes: HashMap<usize, ContentHash>,
-    in_place: Option<TensorsInPlace>,
-    /// Further names of tensors, by their index.
-    aliases: Vec<(usize, String)>,
-    base: Option<BaseVersion>,
-    hashing: Hashing,
-    metadata: Vec<u8>,
+    /// Tensors that are published, too, without a copy. They are counted behind the others.
+    pub in_place: Option<TensorsInPlace>,
+    /// Further names of tensors, by their index: tied weights lie in the memory once. An index
+    /// without a tensor is reported by [`finish`](WeightsBuilder::finish).
+    pub aliases: Vec<(usize, String)>,
+    /// Shares all tensors of another version but those of the names that this one gives itself: they
+    /// are neither copied nor hashed, and readers see one whole version. Their memory is kept as long
+    /// as a process has this version, also when the other one is replaced, or its publisher dies.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, Weights};
+    /// use warpipe::{DType, Device, Domain, Layout, OpenOptions};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-base-{}", std::process::id()));
+    /// # let (domain, device, wait) = (Domain::at(&folder)?, Device::host(), Duration::from_secs(5));
+    /// # let keeper = Keeper::new("llama", KeeperOptions::at(&domain))?;
+    /// let layout = Layout::contiguous(DType::U8, &[3])?;
+    /// let whole = [("embed", layout, &b"abc"[..]), ("lora", layout, &b"old"[..])];
+    /// let base = Weights::from_bytes(&device, whole)?.publish(&domain, "llama", wait)?;
+    ///
+    /// let mut builder = Weights::builder(&device, [("lora", layout)])?;
+    /// builder.base = Some((&base).into());
+    /// builder.metadata = br#"{"step": 1}"#.to_vec();
+    /// let (stream, memory) = (device.stream()?, builder.memory().expect("there is a tensor"));
+    /// memory.write(&stream, builder.offsets()[0], b"new")?;
+    /// builder.finish()?.publish(&domain, "llama", wait)?;
+    ///
+    /// let shared = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
+    /// for (name, bytes) in [("embed", b"abc"), ("lora", b"new")] {
+    ///     assert_eq!(shared.tensor(name).expect("it has all").memory.to_vec(wait)?, bytes);
+    /// }
+    /// assert_eq!(shared.info().metadata, br#"{"step": 1}"#);
+    /// # drop((shared, base, keeper)); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub base: Option<BaseVersion>,
+    /// When the content hashes are computed; set it before [`copy_from`](Self::copy_from).
+    pub hashing: Hashing,
+    /// A JSON text that every process gets with the version, up to 1 MiB; empty without any.
+    pub metadata: Vec<u8>,
 }
 
 impl Weights {
@@ -158,64 +193,6 @@ impl WeightsBuilder {
         Ok(())
     }
 
-    /// Publishes these tensors, too, without a copy. They are counted behind the others.
-    pub fn beside(mut self, tensors: TensorsInPlace) -> WeightsBuilder {
-        self.in_place = Some(tensors);
-        self
-    }
-
-    /// Another name of a tensor, by its index: tied weights lie in the memory once. An index
-    /// without a tensor is reported by [`finish`](WeightsBuilder::finish).
-    pub fn alias(mut self, name: &str, tensor: usize) -> WeightsBuilder {
-        self.aliases.push((tensor, name.to_string()));
-        self
-    }
-
-    /// Shares all tensors of another version but those of the names that this one gives itself: they
-    /// are neither copied nor hashed, and readers see one whole version. Their memory is kept as long
-    /// as a process has this version, also when the other one is replaced, or its publisher dies.
-    ///
-    /// ```
-    /// use std::time::Duration;
-    /// use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, Weights};
-    /// use warpipe::{DType, Device, Domain, Layout, OpenOptions};
-    /// # let folder = std::env::temp_dir().join(format!("warpipe-base-{}", std::process::id()));
-    /// # let (domain, device, wait) = (Domain::at(&folder)?, Device::host(), Duration::from_secs(5));
-    /// # let keeper = Keeper::new("llama", KeeperOptions::at(&domain))?;
-    /// let layout = Layout::contiguous(DType::U8, &[3])?;
-    /// let whole = [("embed", layout, &b"abc"[..]), ("lora", layout, &b"old"[..])];
-    /// let base = Weights::from_bytes(&device, whole)?.publish(&domain, "llama", wait)?;
-    ///
-    /// let builder = Weights::builder(&device, [("lora", layout)])?.base(&base);
-    /// let (stream, memory) = (device.stream()?, builder.memory().expect("there is a tensor"));
-    /// memory.write(&stream, builder.offsets()[0], b"new")?;
-    /// builder.metadata(r#"{"step": 1}"#).finish()?.publish(&domain, "llama", wait)?;
-    ///
-    /// let shared = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
-    /// for (name, bytes) in [("embed", b"abc"), ("lora", b"new")] {
-    ///     assert_eq!(shared.tensor(name).expect("it has all").memory().to_vec(wait)?, bytes);
-    /// }
-    /// assert_eq!(shared.metadata(), br#"{"step": 1}"#);
-    /// # drop((shared, base, keeper)); std::fs::remove_dir_all(folder).ok();
-    /// # Ok::<(), warpipe::Error>(())
-    /// ```
-    pub fn base(mut self, base: impl Into<BaseVersion>) -> WeightsBuilder {
-        self.base = Some(base.into());
-        self
-    }
-
-    /// When the content hashes are computed; [`Hashing::Device`] by default.
-    pub fn hash(mut self, hashing: Hashing) -> WeightsBuilder {
-        self.hashing = hashing;
-        self
-    }
-
-    /// Has the version carry a JSON text of up to 1 MiB.
-    pub fn metadata(mut self, json: impl Into<Vec<u8>>) -> WeightsBuilder {
-        self.metadata = json.into();
-        self
-    }
-
     /// Waits for the streams that [`memory`](WeightsBuilder::memory) has recorded, has the device hash
     /// what lies in the memory, and seals the description.
     ///
@@ -229,7 +206,7 @@ impl WeightsBuilder {
             wait_for(memory.streams(), &COPY_TIMEOUT.into())?;
         }
         let in_place = self.in_place.take();
-        let in_place = in_place.filter(|tensors| !tensors.is_empty());
+        let in_place = in_place.filter(|it| !it.tensors.is_empty());
         self.check_device(in_place.as_ref())?;
         let (mut storage, mut contents) = (Storage::default(), Contents::default());
         if let Some(memory) = self.memory.take() {

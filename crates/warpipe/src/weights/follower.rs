@@ -130,7 +130,7 @@ impl Follower {
 
     /// Takes the newest version, if there is a later one now, at the same addresses, and returns its
     /// number. None if there is none, also while the name has no keeper, or one that is stopped: nothing
-    /// waits for a publisher ([`version_after`](super::SharedWeights::version_after) does).
+    /// waits for a publisher .
     ///
     /// # Errors
     /// As [`take`](Self::take) and [`newer`](SharedWeights::newer).
@@ -181,6 +181,7 @@ impl Follower {
     /// refused to map the new memory; if it then also refused the former one, the tensors have
     /// none, or that of both, and an access may fault, until a later call of this or of
     /// [`update`](Self::update) succeeds, whatever it returns.
+    #[doc(hidden)] // For the Python package.
     pub fn take<'w>(
         &mut self,
         next: &SharedWeights,

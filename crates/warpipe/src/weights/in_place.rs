@@ -52,11 +52,13 @@ const LOOK_EVERY: usize = 64;
 /// let (layout, ptr) = (Layout::contiguous(DType::U8, &[3])?, memory.ptr() + 512);
 /// // SAFETY: the tensor lies in `memory`, which its owner keeps.
 /// unsafe { tensors.add("bias", layout, ptr, Box::new(memory))? };
-/// let weights = Weights::builder(&device, [])?.beside(tensors).finish()?;
+/// let mut builder = Weights::builder(&device, [])?;
+/// builder.in_place = Some(tensors);
+/// let weights = builder.finish()?;
 /// weights.publish(&domain, "llama", wait)?;
 ///
 /// let shared = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
-/// assert_eq!(shared.tensor("bias").expect("it was published").memory().to_vec(wait)?, b"abc");
+/// assert_eq!(shared.tensor("bias").expect("it was published").memory.to_vec(wait)?, b"abc");
 /// # drop((shared, weights, keeper)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```
@@ -65,7 +67,7 @@ const LOOK_EVERY: usize = 64;
 pub struct TensorsInPlace {
     device: Device,
     /// By address.
-    tensors: BTreeMap<DevicePtr, TensorInPlace>,
+    pub(super) tensors: BTreeMap<DevicePtr, TensorInPlace>,
     pieces: BTreeMap<DevicePtr, (u64, Arc<PieceFd>)>,
     /// How many of them were exported for these tensors.
     new_pieces: usize,
@@ -85,7 +87,7 @@ pub(super) struct TensorInPlace {
     pub(super) number: usize,
 }
 
-opaque_debug!(TensorsInPlace { device; len, pieces });
+opaque_debug!(TensorsInPlace { device });
 
 impl TensorsInPlace {
     /// None yet.
@@ -97,16 +99,6 @@ impl TensorsInPlace {
             new_pieces: 0,
             owners: Mutex::default(),
         }
-    }
-
-    /// The number of tensors.
-    pub fn len(&self) -> usize {
-        self.tensors.len()
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
     }
 
     /// The number of descriptors that their version has.

@@ -100,6 +100,25 @@ impl KeeperOptions {
     }
 }
 
+/// What [`Keeper::state`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KeeperStatus {
+    /// The version that is offered.
+    pub version: Option<u64>,
+    /// The version that was taken over from another process and is not offered before a process
+    /// with a device has compared its content hashes:
+    /// [`verify`](super::SharedWeights::verify), which opens a device and so is better
+    /// called in another process. If they differ, the next older version is the candidate.
+    pub candidate: Option<u64>,
+    /// How many holders did not answer this keeper when it began; they may be stopped. A process is
+    /// a holder once for each time that it opened or published weights of the name.
+    pub unanswered: usize,
+    /// Whether a process of this user has asked this keeper to [end](Keeper::end). The keeper has
+    /// given its descriptors up then, offers nothing and takes nothing; its owner drops it.
+    pub is_asked_to_end: bool,
+}
+
 /// Keeps the weights of a name: descriptors alone, without a device. Dropping it releases the name;
 /// processes that have the weights open keep them.
 #[derive(Debug)]
@@ -113,7 +132,7 @@ pub struct Keeper {
 impl Keeper {
     /// Claims the name (at most 200 bytes, otherwise as every endpoint name), and asks every
     /// process that holds a version of it for its descriptors (at most 25 s: a stopped process does
-    /// not answer). The newest version found becomes the [candidate](Keeper::candidate); up to 7
+    /// not answer). The newest version found becomes the [candidate](KeeperStatus::candidate); up to 7
     /// older ones wait behind it.
     ///
     /// # Errors
@@ -151,53 +170,25 @@ impl Keeper {
         })
     }
 
-    /// The name.
-    pub fn name(&self) -> &str {
-        self.core.name.as_str()
-    }
-
-    /// The version that is offered.
+    /// What it has at this moment.
     ///
     /// # Errors
     /// [`Error::State`](crate::Error::State).
-    pub fn version(&self) -> Result<Option<u64>> {
+    pub fn state(&self) -> Result<KeeperStatus> {
         self.owner_process.check()?;
         let state = self.core.state.locked();
-        Ok(state.offered.as_ref().map(|held| held.version.number))
-    }
-
-    /// The version that was taken over from another process and is not offered before a process
-    /// with a device has compared its content hashes:
-    /// [`verify`](super::SharedWeights::verify), which opens a device and so is better
-    /// called in another process. If they differ, the next older version is the candidate.
-    ///
-    /// # Errors
-    /// [`Error::State`](crate::Error::State).
-    pub fn candidate(&self) -> Result<Option<u64>> {
-        self.owner_process.check()?;
-        Ok(self.core.state.locked().candidate())
-    }
-
-    /// How many holders did not answer this keeper when it began; they may be stopped. A process is
-    /// a holder once for each time that it opened or published weights of the name.
-    pub fn unanswered(&self) -> usize {
-        self.unanswered
-    }
-
-    /// Whether a process of this user has asked this keeper to [end](Keeper::end). The keeper has
-    /// given its descriptors up then, offers nothing and takes nothing; its owner drops it.
-    ///
-    /// # Errors
-    /// [`Error::State`](crate::Error::State).
-    pub fn is_asked_to_end(&self) -> Result<bool> {
-        self.owner_process.check()?;
-        Ok(self.core.state.locked().is_ending)
+        Ok(KeeperStatus {
+            version: state.offered.as_ref().map(|held| held.version.number),
+            candidate: state.candidate(),
+            unanswered: self.unanswered,
+            is_asked_to_end: state.is_ending,
+        })
     }
 }
 
 impl AsFd for Keeper {
     /// A descriptor that is readable from the time on when the keeper is
-    /// [asked to end](Keeper::is_asked_to_end) (an eventfd, for `poll` and event loops). Do not
+    /// [asked to end](KeeperStatus::is_asked_to_end) (an eventfd, for `poll` and event loops). Do not
     /// read it.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.core.ending.as_fd()

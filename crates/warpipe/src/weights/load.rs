@@ -210,17 +210,13 @@ impl Weights {
 /// keeper can take the version over from; dropping it takes nothing back.
 #[derive(Debug)]
 pub struct PublishedWeights {
-    version: u64,
+    /// The number of the version: 1 more than the previous one of this name.
+    pub version: u64,
     current: Arc<Current>,
     owner_process: OwnerProcess,
 }
 
 impl PublishedWeights {
-    /// The number of the version: 1 more than the previous one of this name.
-    pub fn version(&self) -> u64 {
-        self.version
-    }
-
     /// Whether each tensor of the version has a content hash. Waits for those that are computed
     /// [later](Hashing::Later), until the keeper has them, too.
     ///

@@ -82,34 +82,19 @@ impl Hashing {
 
 /// One tensor of published weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TensorInfo {
-    pub(super) name: Arc<str>,
-    pub(super) layout: Layout,
-    pub(super) offset: u64,
-    pub(super) hash: Option<ContentHash>,
+    /// The tensor's name.
+    pub name: Arc<str>,
+    /// The element type, the shape and the strides: without gaps, the dimensions in any order.
+    pub layout: Layout,
+    /// Where its first byte lies in the memory: a multiple of 512.
+    pub offset: u64,
+    /// The hash of its bytes; `None` if it has not been computed: see [`Hashing`].
+    pub hash: Option<ContentHash>,
 }
 
 impl TensorInfo {
-    /// The tensor's name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The element type, the shape and the strides: without gaps, the dimensions in any order.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    /// Where its first byte lies in the memory: a multiple of 512.
-    pub fn offset(&self) -> u64 {
-        self.offset
-    }
-
-    /// The hash of its bytes; `None` if it has not been computed: see [`Hashing`].
-    pub fn hash(&self) -> Option<ContentHash> {
-        self.hash
-    }
-
     /// Whether it is another name of the same tensor.
     fn is_same_bytes(&self, other: &TensorInfo) -> bool {
         (self.offset, self.layout, self.hash) == (other.offset, other.layout, other.hash)

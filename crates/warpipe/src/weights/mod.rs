@@ -73,13 +73,13 @@ pub use self::follower::Follower;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use self::fuzzed::{seeds, try_header, try_manifest};
 pub use self::in_place::TensorsInPlace;
-pub use self::keeper::{Keeper, KeeperOptions};
+pub use self::keeper::{Keeper, KeeperOptions, KeeperStatus};
 pub use self::load::{PublishedWeights, Weights};
 pub use self::manifest::{ContentHash, Hashing, TensorInfo};
 pub use self::named::{NamedVersion, NamedWeights};
 #[doc(hidden)] // For the Python package.
 pub use self::shared::HeldVersion;
-pub use self::shared::{SharedTensor, SharedWeights};
+pub use self::shared::{SharedTensor, SharedWeights, WeightsInfo};
 pub use self::source::Source;
 
 use crate::error::Result;

@@ -21,7 +21,6 @@ use crate::ipc::IpcServer;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::{DeviceSlice, SharedMemory};
 use crate::options::{OpenOptions, chosen_device, chosen_domain};
-use crate::tensor::Layout;
 use crate::wait::Wait;
 
 /// All tensors of one version of weights, mapped read-only in this process
@@ -34,6 +33,21 @@ use crate::wait::Wait;
 #[derive(Clone)]
 pub struct SharedWeights {
     pub(super) inner: Arc<SharedInner>,
+}
+
+/// What [`SharedWeights::info`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WeightsInfo<'a> {
+    /// The length of the memory: of all [parts](SharedWeights::parts).
+    pub bytes: u64,
+    /// When the publisher computes the content hashes. Those of [`Hashing::Later`] are there if the
+    /// version was opened after that.
+    pub hashing: Hashing,
+    /// Whether each tensor has a content hash.
+    pub is_hashed: bool,
+    /// The JSON text that the publisher gave with the version; empty if it gave none.
+    pub metadata: &'a [u8],
 }
 
 pub(super) struct SharedInner {
@@ -64,7 +78,7 @@ pub struct HeldVersion {
     pub(super) owner_process: OwnerProcess,
 }
 
-opaque_debug!(SharedWeights {; name, version, bytes });
+opaque_debug!(SharedWeights {; name, version, info });
 opaque_debug!(HeldVersion { name; number });
 
 /// The tensors with another content hash than the manifest says, in the manifest's order; those
@@ -118,6 +132,7 @@ impl SharedWeights {
     ///
     /// # Errors
     /// As [`open`](Self::open).
+    #[doc(hidden)] // For the Python package.
     pub fn open_after<'w>(
         name: &str,
         version: u64,
@@ -137,6 +152,7 @@ impl SharedWeights {
     ///
     /// # Errors
     /// As [`open`](Self::open).
+    #[doc(hidden)] // For the Python package.
     pub fn version_after<'w>(
         name: &str,
         version: u64,
@@ -247,11 +263,6 @@ impl SharedWeights {
         &self.inner.device
     }
 
-    /// The length of the memory: of all [parts](Self::parts).
-    pub fn bytes(&self) -> u64 {
-        self.inner.held.manifest.bytes()
-    }
-
     /// The parts of the memory, for reading alone, with the [offset](TensorInfo::offset) at which
     /// each begins. Each tensor lies in one of them. Weights that were loaded or copied have one
     /// part; those that were published [in place](super::TensorsInPlace) have as many as their
@@ -263,25 +274,22 @@ impl SharedWeights {
         begins.zip(places.map(|&place| &memory[place as usize]))
     }
 
-    /// When the publisher computes the content hashes. Those of [`Hashing::Later`] are there if the
-    /// version was opened after that.
-    pub fn hashing(&self) -> Hashing {
-        self.inner.held.manifest.hashing()
-    }
-
-    /// Whether each tensor has a content hash.
-    pub fn is_hashed(&self) -> bool {
-        self.inner.held.is_hashed()
-    }
-
-    /// The JSON text that the publisher gave with the version; empty if it gave none.
-    pub fn metadata(&self) -> &[u8] {
-        self.inner.held.manifest.metadata()
+    /// What the publisher and the manifest say of it.
+    pub fn info(&self) -> WeightsInfo<'_> {
+        let manifest = &self.inner.held.manifest;
+        WeightsInfo {
+            bytes: manifest.bytes(),
+            hashing: manifest.hashing(),
+            is_hashed: self.inner.held.is_hashed(),
+            metadata: manifest.metadata(),
+        }
     }
 
     /// Whether both are one version, and know the same of it.
+    #[doc(hidden)] // For the Python package.
     pub fn is_same(&self, other: &SharedWeights) -> bool {
-        let known = |weights: &SharedWeights| (weights.inner.held.version, weights.is_hashed());
+        let known =
+            |weights: &SharedWeights| (weights.inner.held.version, weights.inner.held.is_hashed());
         known(self) == known(other)
     }
 
@@ -297,11 +305,6 @@ impl SharedWeights {
         self.inner.held.manifest.tensors()
     }
 
-    /// The description of the tensor of this name.
-    pub fn tensor_info(&self, name: &str) -> Option<&TensorInfo> {
-        self.inner.held.manifest.tensor(name)
-    }
-
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
         let manifest = &self.inner.held.manifest;
@@ -314,7 +317,7 @@ impl SharedWeights {
             bytes => memory.range(offset, bytes),
         };
         Some(SharedTensor {
-            layout: info.layout,
+            info: info.clone(),
             // The manifest has been checked: every tensor lies in the memory.
             memory: range.ok()?,
         })
@@ -368,21 +371,12 @@ impl HeldVersion {
 
 /// A tensor of shared weights. Cheap to clone, and valid on its own.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct SharedTensor {
-    layout: Layout,
-    memory: SharedMemory,
-}
-
-impl SharedTensor {
-    /// The element type, the shape and the strides: without gaps, the dimensions in any order.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
+    /// What the manifest says of it.
+    pub info: TensorInfo,
     /// The tensor's bytes, as its elements lie, for reading alone. Empty for a tensor without elements.
-    pub fn memory(&self) -> &SharedMemory {
-        &self.memory
-    }
+    pub memory: SharedMemory,
 }
 
 /// The version to be checked, and the keeper that has it. Waits for it, and for its hashes if they

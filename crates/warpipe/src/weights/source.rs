@@ -38,7 +38,7 @@ const EXTENSION: &str = ".safetensors";
 /// std::fs::write(&path, file)?;
 ///
 /// let source = warpipe::weights::Source::open([&path])?;
-/// assert_eq!((source.tensor_count(), source.bytes()), (1, 8));
+/// assert_eq!(source.bytes(), 8);
 /// # std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -87,11 +87,6 @@ impl Source {
         source.check_names()?;
         source.check_paths()?;
         Ok(source)
-    }
-
-    /// The number of tensors.
-    pub fn tensor_count(&self) -> usize {
-        self.tensors.len()
     }
 
     /// The tensors' bytes.

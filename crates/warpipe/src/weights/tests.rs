@@ -68,7 +68,7 @@ impl Stage {
 fn byte_of(weights: &SharedWeights) -> u8 {
     let bytes: Vec<u8> = ["a", "b"]
         .iter()
-        .flat_map(|name| weights.tensor(name).unwrap().memory().to_vec(WAIT).unwrap())
+        .flat_map(|name| weights.tensor(name).unwrap().memory.to_vec(WAIT).unwrap())
         .collect();
     assert_eq!(bytes, vec![bytes[0]; 1800]);
     bytes[0]
@@ -97,7 +97,7 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
     let found: Vec<_> = weights
         .tensors()
         .iter()
-        .map(|t| (t.name(), t.offset(), t.hash()))
+        .map(|t| (t.name.as_ref(), t.offset, t.hash))
         .collect();
     let hash = content::content_hash;
     let end = 512 + (large.len() as u64).next_multiple_of(512);
@@ -113,16 +113,16 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(weights);
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    let bytes = |name: &str| shared.tensor(name).unwrap().memory().to_vec(WAIT).unwrap();
+    let bytes = |name: &str| shared.tensor(name).unwrap().memory.to_vec(WAIT).unwrap();
     assert!(bytes("large") == large && bytes("small") == [5, 6] && bytes("none").is_empty());
     assert_eq!(
-        shared.tensor("large").unwrap().layout().shape(),
+        shared.tensor("large").unwrap().info.layout.shape(),
         [large.len() as u64]
     );
     assert!(shared.tensor("none of these").is_none());
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
-        published.version()
+        published.version
     );
 }
 
@@ -191,7 +191,7 @@ fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
     let weights = Weights::load(&inner, &source).unwrap();
     assert!(weights.memory_for_tests().to_vec(WAIT).unwrap()[..bytes.len()] == bytes[..]);
     let hash = content::content_hash(&bytes);
-    assert_eq!(weights.tensors()[0].hash(), Some(hash));
+    assert_eq!(weights.tensors()[0].hash, Some(hash));
 }
 
 #[test]
@@ -233,14 +233,14 @@ fn tensors_of_one_name_or_of_another_length_than_their_layout_are_refused() {
 fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
     let stage = Stage::new();
     let keeper = stage.keeper();
-    assert_eq!(keeper.version().unwrap(), None);
-    assert_eq!(stage.publish(1).version(), 1);
+    assert_eq!(keeper.state().unwrap().version, None);
+    assert_eq!(stage.publish(1).version, 1);
     let first = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert_eq!(stage.publish(2).version(), 2);
+    assert_eq!(stage.publish(2).version, 2);
     let second = first.newer(WAIT).unwrap();
     assert_eq!((first.version(), byte_of(&first)), (1, 1));
     assert_eq!((second.version(), byte_of(&second)), (2, 2));
-    assert_eq!(keeper.version().unwrap(), Some(2));
+    assert_eq!(keeper.state().unwrap().version, Some(2));
     let none = second.newer(Duration::from_millis(1)).unwrap_err();
     assert!(matches!(none, Error::Timeout { .. }), "{none}");
 }
@@ -278,7 +278,7 @@ fn concurrent_readers_see_all_of_one_version_and_no_older_one_afterwards() {
             });
         }
         for byte in 2..=40 {
-            assert_eq!(stage.publish(byte).version(), u64::from(byte));
+            assert_eq!(stage.publish(byte).version, u64::from(byte));
         }
         is_over.store(true, SeqCst);
     });
@@ -292,10 +292,13 @@ fn a_new_keeper_offers_a_version_of_another_process_only_after_its_hashes_were_c
     drop(keeper);
     let keeper = stage.keeper();
     assert_eq!(
-        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (
+            keeper.state().unwrap().candidate,
+            keeper.state().unwrap().version
+        ),
         (Some(2), None)
     );
-    assert_eq!(keeper.unanswered(), 0);
+    assert_eq!(keeper.state().unwrap().unanswered, 0);
     let early = SharedWeights::open("w", stage.options(), Duration::ZERO).unwrap_err();
     assert!(early.to_string().contains("check of version 2"), "{early}");
     std::thread::scope(|scope| {
@@ -307,11 +310,14 @@ fn a_new_keeper_offers_a_version_of_another_process_only_after_its_hashes_were_c
         assert_eq!(byte_of(&reader.join().unwrap()), 2);
     });
     assert_eq!(
-        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (
+            keeper.state().unwrap().candidate,
+            keeper.state().unwrap().version
+        ),
         (None, Some(2))
     );
     drop(published);
-    assert_eq!(stage.publish(3).version(), 3);
+    assert_eq!(stage.publish(3).version, 3);
 }
 
 #[test]
@@ -340,7 +346,10 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
         "{damaged}"
     );
     assert_eq!(
-        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (
+            keeper.state().unwrap().candidate,
+            keeper.state().unwrap().version
+        ),
         (Some(1), None)
     );
     assert_eq!(
@@ -351,7 +360,7 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
         byte_of(&SharedWeights::open("w", stage.options(), WAIT).unwrap()),
         1
     );
-    assert_eq!(stage.publish(3).version(), 3, "no number is used twice");
+    assert_eq!(stage.publish(3).version, 3, "no number is used twice");
 }
 
 #[test]
@@ -427,10 +436,13 @@ fn files_of_other_endpoints_behind_the_prefix_are_no_versions() {
     });
     let keeper = stage.keeper();
     assert_eq!(
-        (keeper.candidate().unwrap(), keeper.unanswered()),
+        (
+            keeper.state().unwrap().candidate,
+            keeper.state().unwrap().unanswered
+        ),
         (None, 1)
     );
-    assert_eq!(stage.publish(1).version(), 6, "above a number in use");
+    assert_eq!(stage.publish(1).version, 6, "above a number in use");
     drop(others);
 }
 
@@ -444,7 +456,7 @@ fn a_forked_child_neither_hangs_nor_disturbs_what_its_parent_holds() {
     in_a_forked_child(|| {
         let is_forked =
             |error: Option<Error>| matches!(error, Some(Error::State(StateFault::Forked)));
-        is_forked(keeper.version().err()) && is_forked(memory.memory().to_vec(WAIT).err())
+        is_forked(keeper.state().err()) && is_forked(memory.memory.to_vec(WAIT).err())
     });
     assert_eq!(byte_of(&shared), 1);
     assert_eq!(
@@ -544,7 +556,7 @@ fn a_check_that_the_device_fails_is_no_verdict() {
             ),
             "{method}: {failed}"
         );
-        assert_eq!(keeper.candidate().unwrap(), Some(1));
+        assert_eq!(keeper.state().unwrap().candidate, Some(1));
     }
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
@@ -607,7 +619,7 @@ fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
     assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
     let keeper = stage.keeper();
     let published = stage.publish(1);
-    assert!(!keeper.is_asked_to_end().unwrap());
+    assert!(!keeper.state().unwrap().is_asked_to_end);
     std::thread::scope(|scope| {
         let ending = scope.spawn(|| Keeper::end(&stage.domain, "w", WAIT));
         let mut fds = [rustix::event::PollFd::new(
@@ -615,8 +627,8 @@ fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
             rustix::event::PollFlags::IN,
         )];
         rustix::event::poll(&mut fds, None).unwrap();
-        assert!(keeper.is_asked_to_end().unwrap());
-        assert_eq!(keeper.version().unwrap(), None);
+        assert!(keeper.state().unwrap().is_asked_to_end);
+        assert_eq!(keeper.state().unwrap().version, None);
         let refused = stage
             .weights(2)
             .publish(&stage.domain, "w", WAIT)
@@ -631,10 +643,10 @@ fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
         ending.join().unwrap().unwrap();
     });
     let next = stage.keeper();
-    assert_eq!(next.candidate().unwrap(), Some(published.version()));
+    assert_eq!(next.state().unwrap().candidate, Some(published.version));
     let held_up = Keeper::end(&stage.domain, "w", Duration::ZERO).unwrap_err();
     assert!(matches!(held_up, Error::Timeout { .. }), "{held_up}");
-    assert_eq!(next.candidate().unwrap(), None);
+    assert_eq!(next.state().unwrap().candidate, None);
 }
 
 /// A safetensors file with one tensor of `bytes` bytes, each of them `byte`.

@@ -262,7 +262,7 @@ fn memory_that_a_living_exporter_has_freed_is_reported_as_stale() {
         Err(Error::Handle {
             what: "legacy handle",
             fault: HandleFault::Stale { pid, .. },
-        }) => assert_eq!(pid, exporter.handle.pid()),
+        }) => assert_eq!(pid, exporter.handle.info().pid),
         other => panic!("{other:?}"),
     }
 }
@@ -295,7 +295,11 @@ fn opened_memory_can_be_neither_exported_again_nor_closed_twice() {
         let handle = &exporter.handle;
         let base = device
             .backend()
-            .open_legacy(handle.raw(), handle.allocation_bytes(), handle.device())
+            .open_legacy(
+                &handle.info().raw,
+                handle.info().allocation_bytes,
+                handle.info().device,
+            )
             .unwrap();
         // SAFETY: opened above, and no stream used it; the test expects a refusal of the second close.
         let closes = unsafe {
@@ -416,28 +420,28 @@ fn forged_driver_bytes_open_nothing_and_do_no_harm() {
     let (device, mut random) = (Device::host(), Rng::with_seed(11));
     let open = |raw: &IpcBytes, bytes| device.backend().open_legacy(raw, bytes, device.info().id);
     for round in 0..2_000 {
-        let mut raw = *exporter.handle.raw();
+        let mut raw = exporter.handle.info().raw;
         match round % 3 {
             0 => raw[random.usize(..64)] ^= 1 << random.u64(..8),
             1 => raw[8 + 8 * random.usize(..6)..][..8]
                 .copy_from_slice(&random_edge(&mut random).to_le_bytes()),
             _ => raw.copy_from_slice(&random_bytes(&mut random, 64)),
         }
-        if raw == *exporter.handle.raw() {
+        if raw == exporter.handle.info().raw {
             continue;
         }
         if let Ok(base) = open(&raw, BYTES) {
             // The number of another thread of the exporter names the same process, and so the same
             // memory.
             let but_pid = |raw: &IpcBytes| [&raw[..32], &raw[36..]].concat();
-            assert_eq!(but_pid(&raw), but_pid(exporter.handle.raw()));
+            assert_eq!(but_pid(&raw), but_pid(&exporter.handle.info().raw));
             // SAFETY: opened just now, and no stream used it.
             unsafe { device.backend().close_legacy(base) }.unwrap();
         }
     }
     for bytes in [1 << 40, BYTES + 4096, u64::MAX] {
         assert!(
-            open(exporter.handle.raw(), bytes).is_err(),
+            open(&exporter.handle.info().raw, bytes).is_err(),
             "an allocation longer than it is"
         );
     }

@@ -273,7 +273,7 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
         // By now it is proven dead, whatever could be read.
         host.0.kill();
         eventually("it is dead", || {
-            subscriber.publisher_state() == Some(PeerState::Dead)
+            subscriber.publisher().map(|it| it.state) == Some(PeerState::Dead)
         });
         assert_eq!(
             subscriber

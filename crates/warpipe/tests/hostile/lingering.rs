@@ -145,7 +145,7 @@ pub(super) fn assert_all_goes_on(
     eventually("the reactor writes heartbeats", || {
         beat(publisher) < Duration::from_millis(500)
     });
-    assert_eq!(good.publisher_state(), Some(PeerState::Alive));
+    assert_eq!(good.publisher().map(|it| it.state), Some(PeerState::Alive));
     // The control thread's work; the rescue is the reactor's.
     assert_delivers(publisher, &mut scratch.subscriber(), b"to somebody new");
     drop(good.receive(&stream(), LONG).unwrap());

@@ -198,7 +198,7 @@ fn subscribe() {
             Subscriber::new("a", SubscriberOptions::at(&domain(), &Device::host())).unwrap()
         });
         if order == "attach" {
-            println!("outcome: {:?}", subscriber.publisher_pid());
+            println!("outcome: {:?}", subscriber.publisher().map(|it| it.pid));
             continue;
         }
         match subscriber.receive(&stream, LONG) {
@@ -263,7 +263,7 @@ fn work() {
             continue;
         }
         let lease = worker.lease(&stream, LONG).unwrap();
-        println!("outcome: attempt {}", lease.attempt());
+        println!("outcome: attempt {}", lease.attempt);
         if order == "keep" {
             std::mem::forget(lease);
         } else {
@@ -295,8 +295,7 @@ fn own() {
                 let result = jobs.remove(0).wait(&stream, LONG).unwrap();
                 println!(
                     "outcome: done at attempt {} by {}",
-                    result.attempt(),
-                    result.worker_pid()
+                    result.attempt, result.worker_pid
                 );
             }
         }

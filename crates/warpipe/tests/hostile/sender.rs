@@ -325,7 +325,7 @@ fn a_place_that_cannot_be_opened_costs_its_sample_alone() {
         fake.send_in_place(&place);
         let sample = subscriber.receive(&stream, LONG).unwrap();
         assert_eq!((sample.ptr(), sample.metadata()), (ptr, &b"behind it"[..]));
-        assert!(sample.is_in_place());
+        assert!(sample.info().is_in_place);
         sample.finish(LONG).unwrap();
     }
     drop(subscriber);
@@ -356,7 +356,10 @@ fn memory_that_died_with_its_process_is_lost_with_its_sample_and_ends_no_loop() 
     assert!(text.starts_with("not a usable legacy handle: "), "{text}");
     let next = samples.next().unwrap().unwrap();
     assert_eq!(
-        (next.sequence(), next.discontinuity().map(|gap| gap.missing)),
+        (
+            next.sequence(),
+            next.info().discontinuity.map(|gap| gap.missing)
+        ),
         (3, None),
         "none was received before"
     );
@@ -393,7 +396,13 @@ fn a_wait_for_a_silent_owner_of_memory_can_be_cancelled_and_takes_nothing() {
     drop(claim);
     let expired = subscriber.receive(&stream(), LONG).unwrap_err();
     assert_ne!(expired.kind(), ErrorKind::Timeout, "{expired}");
-    assert!(!subscriber.receive(&stream(), LONG).unwrap().is_in_place());
+    assert!(
+        !subscriber
+            .receive(&stream(), LONG)
+            .unwrap()
+            .info()
+            .is_in_place
+    );
 }
 
 /// An event loop that asks for the descriptor before each sleep.
@@ -556,7 +565,7 @@ fn forged_counts_overflow_nothing() {
         .heartbeat_ns
         .store(u64::MAX, Relaxed);
     assert_eq!(subscriber.dropped(), u64::MAX);
-    assert!(subscriber.publisher_state().is_some());
+    assert!(subscriber.publisher().map(|it| it.state).is_some());
 }
 
 #[test]

@@ -194,7 +194,7 @@ fn visited(
 ) -> Vec<String> {
     let mut command = tenant(test, scratch, uid, role);
     let handle = endpoints.event.handle().unwrap();
-    let ticket = endpoints._memory.1.ticket().unwrap();
+    let ticket = endpoints._memory.1.ticket(..).unwrap();
     command
         .env("WARPIPE_HOSTILE_EVENT", handle.to_string())
         .env("WARPIPE_HOSTILE_TICKET", ticket.to_string());

@@ -458,7 +458,7 @@ fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
             println!("outcome: {refused}; {}", refused.hint().unwrap());
             next_order();
             let weights = open(&domain).unwrap();
-            let bytes = weights.tensor("a").unwrap().memory().to_vec(LONG).unwrap();
+            let bytes = weights.tensor("a").unwrap().memory.to_vec(LONG).unwrap();
             println!("outcome: {bytes:?}");
             println!(
                 "outcome: {:?}",

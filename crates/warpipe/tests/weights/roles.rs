@@ -16,13 +16,16 @@ fn say(text: impl std::fmt::Display) {
 /// Keeps the name, and replies with its version.
 pub fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
     let keeper = Keeper::new("w", KeeperOptions::at(domain)).unwrap();
-    let candidate = keeper.candidate().unwrap();
+    let candidate = keeper.state().unwrap().candidate;
     say(format_args!(
         "candidate {candidate:?} unanswered {}",
-        keeper.unanswered()
+        keeper.state().unwrap().unanswered
     ));
     for _ in commands {
-        say(format_args!("version {:?}", keeper.version().unwrap()));
+        say(format_args!(
+            "version {:?}",
+            keeper.state().unwrap().version
+        ));
     }
 }
 
@@ -39,7 +42,10 @@ pub fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
         let built = Keeper::new("w", KeeperOptions::at(domain));
         setrlimit(Resource::Nofile, whole).unwrap();
         match built {
-            Ok(keeper) => say(format_args!("candidate {:?}", keeper.candidate().unwrap())),
+            Ok(keeper) => say(format_args!(
+                "candidate {:?}",
+                keeper.state().unwrap().candidate
+            )),
             Err(error) if error.is_descriptor_limit() => say("error"),
             Err(other) => say(other),
         }
@@ -77,7 +83,9 @@ pub fn publish_in_place(domain: &Domain, pieces: usize) -> warpipe::Result<Publi
         // SAFETY: the tensor lies in its owner, and nothing writes it.
         unsafe { tensors.add(&number.to_string(), layout, ptr, Box::new(memory))? };
     }
-    let weights = Weights::builder(&device, [])?.beside(tensors).finish()?;
+    let mut builder = Weights::builder(&device, [])?;
+    builder.in_place = Some(tensors);
+    let weights = builder.finish()?;
     weights.publish(domain, "w", WAIT)
 }
 
@@ -97,7 +105,10 @@ pub fn narrow_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
     leave_room(150);
     say("ready");
     for _ in commands {
-        say(format_args!("version {:?}", keeper.version().unwrap()));
+        say(format_args!(
+            "version {:?}",
+            keeper.state().unwrap().version
+        ));
     }
 }
 
@@ -125,7 +136,7 @@ pub fn publisher(domain: &Domain, commands: impl Iterator<Item = String>) {
                 Err(error) => panic!("{error}"),
             }
         };
-        say(format_args!("version {}", next.version()));
+        say(format_args!("version {}", next.version));
         published = Some(next);
     }
     drop(published);
@@ -140,7 +151,7 @@ pub fn trainer(domain: &Domain, commands: impl Iterator<Item = String>) {
             memory = (0..TENSORS).map(|_| filled(&device, byte)).collect();
         }
         let next = publish_memory(domain, &device, &memory).unwrap();
-        say(format_args!("version {}", next.version()));
+        say(format_args!("version {}", next.version));
         published = Some(next);
     }
     drop(published);
@@ -166,7 +177,9 @@ fn publish_memory(
         // SAFETY: the tensor lies in its owner, and nothing writes it.
         unsafe { tensors.add(&number.to_string(), layout, ptr, owner)? };
     }
-    let weights = Weights::builder(device, [])?.beside(tensors).finish()?;
+    let mut builder = Weights::builder(device, [])?;
+    builder.in_place = Some(tensors);
+    let weights = builder.finish()?;
     weights.publish(domain, "w", WAIT)
 }
 
@@ -181,11 +194,11 @@ fn say_version(weights: &SharedWeights) {
 /// The byte that all tensors consist of.
 pub fn byte_of(weights: &SharedWeights) -> u8 {
     assert_eq!(weights.tensors().len(), TENSORS);
-    let tensors = weights.tensors().iter().map(|tensor| tensor.name());
+    let tensors = weights.tensors().iter().map(|tensor| tensor.name.as_ref());
     let bytes: Vec<u8> = tensors
         .flat_map(|name| {
             let tensor = weights.tensor(name).unwrap();
-            tensor.memory().to_vec(WAIT).unwrap()
+            tensor.memory.to_vec(WAIT).unwrap()
         })
         .collect();
     assert!(bytes.iter().all(|&byte| byte == bytes[0]) && bytes.len() == TENSORS * TENSOR_BYTES);

@@ -33,7 +33,7 @@ pub(super) fn killed_holder(context: &Context) -> Result<()> {
         );
         heir.task(complete())?;
         let result = wait(&job, &stream, round, 2)?;
-        ensure!(result.worker_pid() == heir.id() as i32, "the heir did it");
+        ensure!(result.worker_pid == heir.id() as i32, "the heir did it");
         drop(result);
         heir.dismiss()?;
         ensure!(
@@ -259,21 +259,21 @@ pub(super) fn storm(context: &Context) -> Result<()> {
         workers.push(spawn(&mut rng)?);
         while let Ok(result) = queue.next_result(&stream, Duration::ZERO) {
             ensure!(
-                result.to_vec()? == result_of(WORDS, result.job() - 1),
+                result.to_vec()? == result_of(WORDS, result.job - 1),
                 "the result of job {}",
-                result.job()
+                result.job
             );
-            ensure!(seen.insert(result.job()), "job {} came twice", result.job());
+            ensure!(seen.insert(result.job), "job {} came twice", result.job);
         }
     }
     while seen.len() < submitted as usize {
         let result = queue.next_result(&stream, PATIENCE)?;
         ensure!(
-            result.to_vec()? == result_of(WORDS, result.job() - 1),
+            result.to_vec()? == result_of(WORDS, result.job - 1),
             "the result of job {}",
-            result.job()
+            result.job
         );
-        ensure!(seen.insert(result.job()), "job {} came twice", result.job());
+        ensure!(seen.insert(result.job), "job {} came twice", result.job);
     }
     context.figure("jobs", submitted);
     drop(queue);

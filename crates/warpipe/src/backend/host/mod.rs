@@ -367,7 +367,7 @@ impl super::Kernels for HostBackend {
         block: u32,
         args: &[u64],
     ) -> Result<()> {
-        let (host_version, args): (_, Box<[u64]>) = (kernel.host_kernel(), args.into());
+        let (host_version, args): (_, Box<[u64]>) = (kernel.host, args.into());
         let work = move || {
             // SAFETY: the caller of `launch` promised arguments that fit the kernel and memory that
             // outlives it.

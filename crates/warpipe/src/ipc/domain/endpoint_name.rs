@@ -76,6 +76,7 @@ impl EndpointName {
 
     /// The names of this endpoint's files in the directory of its domain: the lock, the socket, and
     /// the socket before it can be connected to.
+    #[doc(hidden)] // For the command line.
     pub fn files(&self) -> [String; 3] {
         [
             self.file("", ".lock"),

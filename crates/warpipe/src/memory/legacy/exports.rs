@@ -48,7 +48,7 @@ pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> 
         .find(|((owner, _), known)| *owner == handle.fields.owner && **known == wanted);
     let stale = |reason: &str| {
         Error::legacy(HandleFault::Stale {
-            pid: handle.pid(),
+            pid: handle.fields.origin.pid,
             reason: reason.into(),
         })
     };

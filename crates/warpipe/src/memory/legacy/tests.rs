@@ -89,11 +89,15 @@ fn a_handle_goes_through_bytes_text_and_serde_unchanged() {
         handle
     );
     assert_eq!(
-        (handle.offset(), handle.bytes(), handle.allocation_bytes()),
+        (
+            handle.info().offset,
+            handle.info().bytes,
+            handle.info().allocation_bytes
+        ),
         (64, 256, 4096)
     );
     assert_eq!(
-        (handle.pid(), handle.device()),
+        (handle.info().pid, handle.info().device),
         (std::process::id() as i32, Device::host().info().id)
     );
     drop(plain);
@@ -249,7 +253,7 @@ fn a_range_that_leaves_its_allocation_is_refused() {
         };
         assert_eq!(fault(plain.export(offset, bytes)), wanted);
     }
-    assert_eq!(plain.export(999, 1).unwrap().offset(), 999);
+    assert_eq!(plain.export(999, 1).unwrap().info().offset, 999);
 }
 
 #[test]

@@ -182,7 +182,7 @@ fn parts_in_place_lie_beside_those_in_the_slot_and_keep_their_owners() {
     loan.set_metadata(b"meta").unwrap();
     loan.send(&scene.stream).unwrap();
     let sample = scene.receive(&mut subscriber);
-    assert!(sample.is_in_place());
+    assert!(sample.info().is_in_place);
     assert_eq!(sample.metadata(), b"meta");
     assert_eq!(sample.part_to_vec("copied", SOON).unwrap(), b"abc");
     for memory in &memories {

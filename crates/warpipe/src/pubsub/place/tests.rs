@@ -65,7 +65,7 @@ impl Scene {
     }
 
     fn assert_is_tensor(&self, sample: &Sample) {
-        assert!(sample.is_in_place());
+        assert!(sample.info().is_in_place);
         assert_eq!(sample.ptr(), self.published.memory().ptr() + OFFSET);
         assert_eq!(sample.layout().shape(), [2, 3]);
         assert_eq!(sample.metadata(), b"meta");
@@ -101,7 +101,7 @@ fn an_owner_is_kept_until_every_reader_has_released_its_tensor() {
     let samples = [scene.receive(&mut first), scene.receive(&mut second)];
     samples.iter().for_each(|one| scene.assert_is_tensor(one));
     let copy = scene.receive(&mut first);
-    assert!(!copy.is_in_place() && copy.discontinuity().is_none());
+    assert!(!copy.info().is_in_place && copy.info().discontinuity.is_none());
     let [one, other] = samples;
     one.finish(SOON).unwrap();
     assert_eq!(publisher.in_place().unwrap(), 1);
@@ -216,7 +216,7 @@ fn memory_that_cannot_be_opened_is_an_error_of_its_sample_alone() {
     );
     let next = scene.receive(&mut subscriber);
     scene.assert_is_tensor(&next);
-    let _ = next.discontinuity();
+    let _ = next.info().discontinuity;
     eventually("it is released", || !is_kept(&owner));
 }
 

@@ -40,7 +40,7 @@ impl Publisher {
     /// publisher.loan_in(&published, 512, &layout, memory)?.send(&stream)?;
     ///
     /// let sample = subscriber.receive(&stream, wait)?;
-    /// assert!(sample.is_in_place());
+    /// assert!(sample.info().is_in_place);
     /// assert_eq!(sample.to_vec(wait)?, [1, 2, 3, 4, 5, 6]);
     /// # drop((sample, published, publisher, subscriber)); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::DevicePtr;
-use crate::error::{Error, Result, returns_to_caller};
+use crate::error::{Error, Result, Returned};
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::{Head, Metadata};
 use crate::pubsub::parts::Part;
@@ -196,12 +196,12 @@ impl SampleMut {
             Err(SendFailure::BeforePublish(error)) => {
                 self.is_given = false;
                 self.stay_behind(stream);
-                let sample = Some(Box::new(self));
-                Err(SendError { error, sample })
+                let returned = Some(Box::new(self));
+                Err(SendError { error, returned })
             }
             Err(SendFailure::AfterPublish(error)) => Err(SendError {
                 error,
-                sample: None,
+                returned: None,
             }),
         }
     }
@@ -283,13 +283,6 @@ pub(super) fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
     ))
 }
 
-/// A send that failed, with the loan for another attempt.
-#[derive(Debug)]
-pub struct SendError {
-    /// The reason.
-    pub error: Error,
-    /// The loan; `None` if the driver failed after the sample was announced to subscribers.
-    pub sample: Option<Box<SampleMut>>,
-}
-
-returns_to_caller!(SendError);
+/// A send that failed. The loan comes back, unless the driver failed after the sample was announced
+/// to subscribers.
+pub type SendError = Returned<Option<Box<SampleMut>>>;

@@ -126,7 +126,7 @@ fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_
                 matches!(unsent.error, Error::Timeout { waited, .. } if waited == timeout),
                 "{unsent}"
             );
-            *unsent.sample.unwrap()
+            *unsent.returned.unwrap()
         });
         stage.hook().unblock();
         assert_eq!(sending.join().unwrap().unwrap(), 1);
@@ -427,7 +427,7 @@ fn a_forwarder_gives_the_numbers_that_it_skips_to_and_no_number_twice() {
     let mut late = stage.subscriber();
     let next = |subscriber: &mut Subscriber| {
         let sample = subscriber.receive(&stream, LONG).unwrap();
-        let missing = sample.discontinuity().map(|gap| gap.missing);
+        let missing = sample.info().discontinuity.map(|gap| gap.missing);
         (sample.sequence(), missing)
     };
     let received = [(); 3].map(|()| next(&mut early));
@@ -540,7 +540,7 @@ fn a_send_that_is_cancelled_before_there_is_room_sends_nothing_although_room_com
     let wait = Wait::at_most(LONG).unless(&cancelled);
     let unsent = loan.send_within(&sending, wait).unwrap_err();
     assert!(matches!(unsent.error, Error::Timeout { .. }), "{unsent}");
-    assert_eq!(unsent.sample.unwrap().send(&sending).unwrap(), 2);
+    assert_eq!(unsent.returned.unwrap().send(&sending).unwrap(), 2);
 }
 
 #[test]
@@ -662,7 +662,10 @@ fn a_sample_that_is_taken_back_while_its_region_is_closed_leaves_no_fault_behind
     let sample = subscriber.receive(&receiving, LONG).unwrap();
     assert_eq!(sample.sequence(), 20);
     sample.finish(LONG).unwrap();
-    assert_eq!(subscriber.publisher_state(), Some(PeerState::Alive));
+    assert_eq!(
+        subscriber.publisher().map(|it| it.state),
+        Some(PeerState::Alive)
+    );
 }
 
 #[test]

@@ -146,7 +146,7 @@ impl LinkReceiver {
                 Ok(true) => {
                     let gap = self.break_before(taken.receipt.sequence, ended);
                     let mut sample = taken.into_sample(stream, gap);
-                    if sample.is_in_place() {
+                    if sample.info().is_in_place {
                         let opened = std::mem::take(&mut self.opened);
                         sample.rare.get_or_insert_default().memory = opened;
                     }

@@ -216,7 +216,7 @@ fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
         }
         subscriber
     });
-    assert!(subscriber.publisher_state().is_none());
+    assert!(subscriber.publisher().map(|it| it.state).is_none());
     let caller = silent.accept().expect("it has called");
     assert!(silent.accept().is_none(), "once");
     drop(caller);
@@ -355,7 +355,7 @@ fn a_subscriber_that_follows_a_name_attaches_again_after_it_has_closed_its_link(
         }
         let sample = receiving.join().unwrap();
         // It is the same publisher, and nothing was received of it before.
-        let gap = sample.discontinuity().expect("it has attached again");
+        let gap = sample.info().discontinuity.expect("it has attached again");
         assert_eq!((gap.missing, gap.previous), (0, None));
         assert_eq!(sample.to_vec(LONG).unwrap(), b"hello");
     });
@@ -389,7 +389,7 @@ fn a_subscriber_that_attaches_again_to_its_publisher_is_told_how_many_it_has_mis
         // Nothing attaches before the next receive.
         send(before);
         let sample = subscriber.receive(&stream, LONG).unwrap();
-        let gap = sample.discontinuity().expect("it has attached again");
+        let gap = sample.info().discontinuity.expect("it has attached again");
         assert_eq!(gap.previous, None, "the same publisher");
         (sample.sequence(), gap.missing)
     };
@@ -401,7 +401,7 @@ fn a_subscriber_that_attaches_again_to_its_publisher_is_told_how_many_it_has_mis
     assert_eq!(attach_again(0), (5, 0));
     assert_eq!(attach_again(3), (7, 1));
     let sample = subscriber.receive(&stream, LONG).unwrap();
-    assert_eq!((sample.sequence(), sample.discontinuity()), (8, None));
+    assert_eq!((sample.sequence(), sample.info().discontinuity), (8, None));
 }
 
 #[test]
@@ -429,7 +429,7 @@ fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twic
     };
     let receive = |subscriber: &mut Subscriber| {
         let sample = subscriber.receive(&stream, LONG).unwrap();
-        let gap = sample.discontinuity();
+        let gap = sample.info().discontinuity;
         let bytes = sample.to_vec(LONG).unwrap();
         assert_eq!(bytes, sample.sequence().to_le_bytes());
         let is_another = gap.is_some_and(|gap| gap.previous.is_some());
@@ -509,11 +509,17 @@ fn numbers_that_stay_below_those_received_before_are_received_again_after_the_lo
             }
         });
         let sample = subscriber.receive(&stream, LONG).unwrap();
-        let gap = sample.discontinuity().expect("it is another publisher's");
+        let gap = sample
+            .info()
+            .discontinuity
+            .expect("it is another publisher's");
         assert_eq!((sample.sequence(), gap.missing), (4097, 0));
         assert!(gap.previous.is_some());
         let sample = subscriber.receive(&stream, LONG).unwrap();
-        assert_eq!((sample.sequence(), sample.discontinuity()), (4098, None));
+        assert_eq!(
+            (sample.sequence(), sample.info().discontinuity),
+            (4098, None)
+        );
     });
 }
 

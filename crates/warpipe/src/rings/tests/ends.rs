@@ -129,8 +129,8 @@ fn a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up() {
             // As the control thread does on its way to the proof.
             memory.ring_server.0.on_orphaned(&server_core, &client);
             let gone = || producer.page.at::<AtomicU64>(gone_offset(0)).load(SeqCst);
-            assert_ne!(gone(), RingEnd::Orphaned.status(), "it left no orphan");
-            assert!(eventually(LIMIT, || gone() == RingEnd::Died.status()));
+            assert_ne!(gone(), (RingEnd::Orphaned as u64), "it left no orphan");
+            assert!(eventually(LIMIT, || gone() == (RingEnd::Died as u64)));
             driver.hook().unblock();
             opening.join().unwrap().unwrap();
         });
@@ -165,7 +165,7 @@ fn a_suspect_consumer_of_a_started_ring_has_not_ended() {
     let gone = producer.page.at::<AtomicU64>(gone_offset(0));
     assert_eq!(gone.load(SeqCst), 0, "its kernels may still read the slot");
     drop(puppet.lifeline);
-    let is_dead = eventually(LIMIT, || gone.load(SeqCst) == RingEnd::Died.status());
+    let is_dead = eventually(LIMIT, || gone.load(SeqCst) == (RingEnd::Died as u64));
     assert!(is_dead);
 }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::{DeviceId, IpcBytes};
 use crate::error::{Error, HandleFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::handle::{self, DriverHandle, HandleKind, text_form};
+use crate::ipc::handle::{self, DriverHandle, HandleKind, Payload, text_form};
 
 /// Names an event to other processes: its domain, its exporter's endpoint, its number there, and on
 /// CUDA the 64 bytes of `cuIpcGetEventHandle`. It is a name and grants no access: the domain must
@@ -16,8 +16,9 @@ use crate::ipc::handle::{self, DriverHandle, HandleKind, text_form};
 /// As text it is `warpipe-event:` and hexadecimal digits. Both forms have a checksum against
 /// accidental changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[serde(transparent)]
 pub struct EventHandle {
+    #[serde(with = "handle::text")]
     pub(super) body: HandleBody,
 }
 
@@ -39,6 +40,7 @@ pub(super) struct HandleBody {
 
 impl EventHandle {
     /// The handle as bytes, of variable length.
+    #[doc(hidden)] // For the Python package.
     pub fn to_bytes(&self) -> Vec<u8> {
         handle::to_bytes(HandleKind::Event, &self.body)
     }
@@ -47,20 +49,15 @@ impl EventHandle {
     ///
     /// # Errors
     /// [`Error::Handle`].
+    #[doc(hidden)] // For the Python package.
     pub fn from_bytes(bytes: &[u8]) -> Result<EventHandle> {
-        EventHandle::of_payload(handle::from_bytes(HandleKind::Event, bytes))
-    }
-
-    fn of_payload(payload: Result<HandleBody, HandleFault>) -> Result<EventHandle> {
-        let body = payload.map_err(fault)?;
-        if EndpointName::new(&body.endpoint).is_err() {
-            return Err(fault(HandleFault::Damaged("it has no name of an endpoint")));
-        }
+        let body = HandleBody::checked(handle::from_bytes(HandleKind::Event, bytes))?;
         Ok(EventHandle { body })
     }
 
     /// The 64 bytes of `cuIpcGetEventHandle`, for an importer without this library. An event opened
     /// by them has CUDA's hazards.
+    #[doc(hidden)] // For the Python package.
     pub fn ipc_bytes(&self) -> Option<IpcBytes> {
         self.body.ipc.map(|DriverHandle(bytes)| bytes)
     }
@@ -76,7 +73,19 @@ pub(super) fn fault(fault: HandleFault) -> Error {
     Error::handle("event handle", fault)
 }
 
-text_form!(EventHandle, HandleKind::Event);
+text_form!(EventHandle, body: HandleBody);
+
+impl Payload for HandleBody {
+    const KIND: HandleKind = HandleKind::Event;
+
+    fn checked(payload: Result<HandleBody, HandleFault>) -> Result<HandleBody> {
+        let body = payload.map_err(fault)?;
+        if EndpointName::new(&body.endpoint).is_err() {
+            return Err(fault(HandleFault::Damaged("it has no name of an endpoint")));
+        }
+        Ok(body)
+    }
+}
 
 /// For [`fuzzing`](crate::fuzzing): bytes with a valid checksum and any contents.
 #[cfg(any(test, feature = "testing"))]

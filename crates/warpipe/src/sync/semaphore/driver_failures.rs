@@ -68,7 +68,9 @@ fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done(
             .unwrap();
         let (other, on) = (member.clone(), second.clone());
         let waiter = std::thread::spawn(move || other.acquire(&on, PATIENCE).unwrap());
-        eventually("the other one waits in line", || creator.waiting() == 1);
+        eventually("the other one waits in line", || {
+            creator.state().waiting == 1
+        });
         hook.hook().aim("batch", 1);
         let refused = permit.release(&first).unwrap_err();
         assert!(
@@ -82,7 +84,7 @@ fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done(
             "{refused}"
         );
         assert_eq!(
-            (creator.available(), creator.waiting()),
+            (creator.state().available, creator.state().waiting),
             (0, 1),
             "the work is not done"
         );
@@ -107,7 +109,7 @@ fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done(
         drop(member.acquire(&first, PATIENCE).unwrap());
         first.synchronize(PATIENCE).unwrap();
         drop(others);
-        assert_eq!(creator.available(), permits);
+        assert_eq!(creator.state().available, permits);
     }
 }
 
@@ -143,7 +145,7 @@ fn sections_follow_each_other_also_where_the_driver_refuses_releases() {
         }
     }
     drop(creator.acquire_host(PATIENCE).unwrap());
-    assert_eq!((count.load(SeqCst), creator.available()), (ROUNDS, 1));
+    assert_eq!((count.load(SeqCst), creator.state().available), (ROUNDS, 1));
 }
 
 #[test]
@@ -163,7 +165,7 @@ fn connecting_to_a_member_waits_for_another_thread_that_does_no_longer_than_its_
     let (semaphore, on) = (member.clone(), second.clone());
     let late = in_time(move || semaphore.acquire(&on, SHORT).unwrap_err());
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
-    assert_eq!(creator.available(), 1);
+    assert_eq!(creator.state().available, 1);
     drop(connecting);
     let permit = member.acquire(&second, PATIENCE).unwrap();
     drop(go);

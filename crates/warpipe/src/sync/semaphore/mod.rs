@@ -59,6 +59,18 @@ crate::ipc::messages!(
 /// The checks of the first waiter in line before it sleeps.
 const SPINS: u32 = 2_000;
 
+/// What [`Semaphore::state`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SemaphoreState {
+    /// The number of permits.
+    pub permits: u32,
+    /// The number of free permits.
+    pub available: u32,
+    /// The number of waiting threads.
+    pub waiting: u32,
+}
+
 /// The options of a [`Semaphore`].
 #[derive(Debug, Clone)]
 pub struct SemaphoreOptions {
@@ -237,25 +249,15 @@ impl Semaphore {
         options.open(name, Kind::Semaphore, wait, Semaphore::join_as_member)
     }
 
-    /// The semaphore's name.
-    pub fn name(&self) -> &str {
-        self.local.name()
-    }
-
-    /// The number of permits.
-    pub fn permits(&self) -> u32 {
-        self.local.shared_page.permits()
-    }
-
-    /// The number of free permits at this moment, for diagnostics: it may have changed when this
-    /// returns.
-    pub fn available(&self) -> u32 {
-        self.local.shared_page.available()
-    }
-
-    /// The number of waiting threads at this moment, for diagnostics.
-    pub fn waiting(&self) -> u32 {
-        self.local.shared_page.waiting()
+    /// Its permits and its waiting threads at this moment, for diagnostics: they may have changed
+    /// when this returns.
+    pub fn state(&self) -> SemaphoreState {
+        let page = &self.local.shared_page;
+        SemaphoreState {
+            permits: page.permits(),
+            available: page.available(),
+            waiting: page.waiting(),
+        }
     }
 
     /// Waits for a permit, and makes `stream` wait (`cuStreamWaitValue64`) for the
@@ -403,7 +405,9 @@ pub struct Permit {
     local: LeakOnFork<Arc<LocalSemaphore>>,
     index: u32,
     stream: Option<Stream>,
-    passed: u64,
+    /// The permits that were granted to others while this one was waited for: at most about as many
+    /// as waited before.
+    pub passed: u64,
     is_open: bool,
 }
 
@@ -429,12 +433,6 @@ impl Permit {
     /// still for that of earlier holders).
     pub fn release_now(mut self) {
         self.hand_on();
-    }
-
-    /// The permits that were granted to others while this one was waited for: at most about as many
-    /// as waited before.
-    pub fn passed(&self) -> u64 {
-        self.passed
     }
 
     fn release_behind(&mut self, stream: &Stream) -> Result<()> {

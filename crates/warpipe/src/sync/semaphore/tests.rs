@@ -76,10 +76,10 @@ fn a_permit_that_is_held_makes_others_time_out_until_it_is_released() {
     );
     let late = creator.acquire_host(Duration::from_millis(20)).unwrap_err();
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
-    assert_eq!((creator.available(), creator.waiting()), (0, 0));
+    assert_eq!((creator.state().available, creator.state().waiting), (0, 0));
     held.release(&stream).unwrap();
     drop(creator.acquire_host(WAIT).unwrap());
-    assert_eq!(member.available(), 1);
+    assert_eq!(member.state().available, 1);
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn a_try_does_not_wait_to_connect_to_the_last_holder_and_holds_no_permit_meanwhi
                 .unwrap()
                 .is_none()
         );
-        assert_eq!(creator.available(), 1);
+        assert_eq!(creator.state().available, 1);
     }
     drop(connecting);
     let start = Instant::now();
@@ -150,7 +150,7 @@ fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_unknown() {
             .optional()
             .unwrap()
             .is_none()
-            && creator.available() == 1
+            && creator.state().available == 1
     );
     drop((connecting, go));
     permit.release(&stream).unwrap();
@@ -168,14 +168,14 @@ fn a_cancelled_wait_leaves_the_line_and_the_next_waiter_is_served() {
             let cancelled = || called_off.load(SeqCst);
             creator.acquire_host(Wait::at_most(WAIT).unless(&cancelled))
         });
-        while creator.waiting() == 0 {
+        while creator.state().waiting == 0 {
             std::thread::yield_now();
         }
         called_off.store(true, SeqCst);
         let error = waiter.join().unwrap().unwrap_err();
         assert!(matches!(error, Error::Timeout { .. }), "{error}");
     });
-    assert_eq!((creator.available(), creator.waiting()), (0, 0));
+    assert_eq!((creator.state().available, creator.state().waiting), (0, 0));
     drop(held);
     let stream = device.stream().unwrap();
     called_off.store(false, SeqCst);
@@ -203,7 +203,10 @@ fn a_wait_whose_cancellation_panics_leaves_the_line() {
         let asked = AssertUnwindSafe(|| creator.acquire_host(wait).map(drop));
         assert!(std::panic::catch_unwind(asked).is_err());
         let free = u32::from(is_granted);
-        assert_eq!((creator.available(), creator.waiting()), (free, 0));
+        assert_eq!(
+            (creator.state().available, creator.state().waiting),
+            (free, 0)
+        );
     }
 }
 
@@ -215,7 +218,7 @@ fn a_waiter_gets_the_permit_and_nobody_overtakes_it() {
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| member.acquire_host(WAIT).unwrap().release_now());
         let start = Instant::now();
-        while creator.waiting() == 0 && start.elapsed() < WAIT {
+        while creator.state().waiting == 0 && start.elapsed() < WAIT {
             std::thread::yield_now();
         }
         assert!(
@@ -228,7 +231,7 @@ fn a_waiter_gets_the_permit_and_nobody_overtakes_it() {
         held.release_now();
         waiter.join().unwrap();
     });
-    assert_eq!(creator.available(), 1);
+    assert_eq!(creator.state().available, 1);
 }
 
 #[test]
@@ -239,7 +242,7 @@ fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| member.acquire_host(WAIT).unwrap_err());
         let start = Instant::now();
-        while creator.waiting() == 0 && start.elapsed() < WAIT {
+        while creator.state().waiting == 0 && start.elapsed() < WAIT {
             std::thread::yield_now();
         }
         drop(creator);

@@ -44,5 +44,5 @@ fn a_tensor_in_allocations_of_several_lengths_is_refused_with_its_name() {
     for word in ["\"norm\"", "1048576 and of 2097152 bytes", "publish a copy"] {
         assert!(text.contains(word), "{text}");
     }
-    assert_eq!((tensors.len(), tensors.pieces()), (1, 3));
+    assert_eq!((tensors.tensors.len(), tensors.pieces()), (1, 3));
 }

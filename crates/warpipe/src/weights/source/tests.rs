@@ -247,7 +247,7 @@ fn a_checkpoint_of_half_a_million_tensors_in_a_hundred_files_is_read() {
     folder.index(&map.join(","));
     let source = Source::open([&folder.0]).unwrap();
     assert_eq!(
-        (source.tensor_count(), source.files.len()),
+        (source.tensors.len(), source.files.len()),
         (TENSORS, SHARDS)
     );
 }

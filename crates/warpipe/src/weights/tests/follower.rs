@@ -46,8 +46,9 @@ impl Stage {
             // SAFETY: the tensor lies in the memory of its owner, which nothing writes.
             unsafe { tensors.add(name, layout, ptr, owner) }.unwrap();
         }
-        let builder = Weights::builder(&self.device, []).unwrap();
-        let weights = builder.beside(tensors).finish().unwrap();
+        let mut builder = Weights::builder(&self.device, []).unwrap();
+        builder.in_place = Some(tensors);
+        let weights = builder.finish().unwrap();
         (weights.publish(&self.domain, "w", WAIT).unwrap(), told)
     }
 }
@@ -76,10 +77,10 @@ fn a_follower_takes_each_version_at_the_same_addresses_and_gives_the_former_one_
             (version.into(), version)
         );
         assert_eq!(
-            weights.tensor("a").unwrap().memory().ptr(),
-            tensor.memory().ptr()
+            weights.tensor("a").unwrap().memory.ptr(),
+            tensor.memory.ptr()
         );
-        assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [version; 900]);
+        assert_eq!(tensor.memory.to_vec(WAIT).unwrap(), [version; 900]);
         assert_eq!(stage.held(), [version.to_string()]);
         // What it says of the contents is the new version's.
         let fresh = SharedWeights::open("w", stage.options(), WAIT).unwrap();
@@ -173,7 +174,7 @@ fn an_update_waits_for_the_work_of_the_stream_and_of_recorded_ones_and_changes_n
                 .weights()
                 .tensor("b")
                 .unwrap()
-                .memory()
+                .memory
                 .used_on(&other);
             other.call(work).unwrap();
         } else {

@@ -25,12 +25,13 @@ use crate::weights::{
 impl Stage {
     fn weights_hashed(&self, device: &Device, byte: u8, hashing: Hashing) -> Weights {
         let layout = Layout::contiguous(DType::U8, &[3, 300]).unwrap();
-        let builder = Weights::builder(device, [("a", layout), ("b", layout)]).unwrap();
+        let mut builder = Weights::builder(device, [("a", layout), ("b", layout)]).unwrap();
         let (stream, memory) = (device.stream().unwrap(), builder.memory().unwrap());
         for &offset in builder.offsets() {
             memory.write(&stream, offset, &[byte; 900]).unwrap();
         }
-        builder.alias("c", 1).hash(hashing).finish().unwrap()
+        (builder.aliases, builder.hashing) = (vec![(1, "c".into())], hashing);
+        builder.finish().unwrap()
     }
 
     fn named(&self) -> NamedVersion {
@@ -58,10 +59,10 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!((shared.version(), byte_of(&shared)), (2, 2));
     assert_eq!(
-        (shared.hashing(), shared.is_hashed()),
+        (shared.info().hashing, shared.info().is_hashed),
         (Hashing::None, false)
     );
-    assert_eq!(shared.tensor_info("a").unwrap().hash(), None);
+    assert_eq!(shared.tensor("a").unwrap().info.hash, None);
     let named = stage.named();
     assert_eq!(
         (named.number, named.hash, named.is_hashed),
@@ -73,10 +74,10 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
             if tensors.is_empty()),
         "{told}"
     );
-    assert_eq!(keeper.version().unwrap(), Some(2), "it stays offered");
+    assert_eq!(keeper.state().unwrap().version, Some(2), "it stays offered");
     drop(keeper);
     let keeper = stage.keeper();
-    assert_eq!(keeper.candidate().unwrap(), Some(2));
+    assert_eq!(keeper.state().unwrap().candidate, Some(2));
     let told = SharedWeights::verify("w", stage.options(), WAIT).unwrap_err();
     assert!(
         matches!(&told, Error::Weights(WeightsFault::Unverified { version: 2, tensors, .. })
@@ -84,14 +85,17 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
         "{told}"
     );
     assert_eq!(
-        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (
+            keeper.state().unwrap().candidate,
+            keeper.state().unwrap().version
+        ),
         (Some(1), None)
     );
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
         1
     );
-    assert_eq!(stage.publish(3).version(), 3);
+    assert_eq!(stage.publish(3).version, 3);
 }
 
 #[test]
@@ -99,15 +103,15 @@ fn hashes_that_are_computed_later_reach_the_keeper_new_readers_and_the_next_keep
     let stage = Stage::new();
     let keeper = stage.keeper();
     let weights = stage.weights_hashed(&stage.device, 5, Hashing::Later);
-    assert_eq!(weights.tensors()[0].hash(), None);
+    assert_eq!(weights.tensors()[0].hash, None);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(weights);
     assert!(published.wait_for_hashes(WAIT).unwrap());
-    assert_eq!(keeper.version().unwrap(), Some(1));
+    assert_eq!(keeper.state().unwrap().version, Some(1));
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     let hash = Some(content::content_hash(&[5; 900]));
     for name in ["a", "b", "c"] {
-        assert_eq!(shared.tensor_info(name).unwrap().hash(), hash);
+        assert_eq!(shared.tensor(name).unwrap().info.hash, hash);
     }
     let named = stage.named();
     assert_eq!((named.hash, named.is_hashed), (Hashing::Later, true));
@@ -118,7 +122,7 @@ fn hashes_that_are_computed_later_reach_the_keeper_new_readers_and_the_next_keep
     drop((keeper, shared));
     // Its publisher alone has it.
     let keeper = stage.keeper();
-    assert_eq!(keeper.candidate().unwrap(), Some(1));
+    assert_eq!(keeper.state().unwrap().candidate, Some(1));
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
         1
@@ -173,7 +177,10 @@ fn a_check_that_is_cancelled_while_the_device_hashes_gives_no_verdict() {
     );
     assert!(matches!(told, Err(Error::Timeout { .. })), "{told:?}");
     assert_eq!(
-        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (
+            keeper.state().unwrap().candidate,
+            keeper.state().unwrap().version
+        ),
         (Some(1), None)
     );
     assert_eq!(
@@ -205,8 +212,8 @@ fn a_version_that_its_publisher_could_not_hash_stays_offered_and_says_so() {
     );
     assert!(!published.wait_for_hashes(WAIT).unwrap());
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert_eq!((byte_of(&shared), shared.is_hashed()), (4, false));
-    assert_eq!(shared.hashing(), Hashing::Later);
+    assert_eq!((byte_of(&shared), shared.info().is_hashed), (4, false));
+    assert_eq!(shared.info().hashing, Hashing::Later);
 }
 
 #[test]
@@ -219,7 +226,7 @@ fn a_check_waits_for_hashes_that_come_later() {
     let _holder = holder::serve(&stage.domain, "w", held.clone()).unwrap();
     drop(keeper);
     let keeper = stage.keeper();
-    assert_eq!(keeper.candidate().unwrap(), Some(4));
+    assert_eq!(keeper.state().unwrap().candidate, Some(4));
     std::thread::scope(|scope| {
         let check = scope.spawn(|| SharedWeights::verify("w", stage.options(), WAIT).unwrap());
         // Once the check has the version, or before: either way it sees the hashes.
@@ -230,7 +237,7 @@ fn a_check_waits_for_hashes_that_come_later() {
         offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into()).unwrap();
         assert_eq!(check.join().unwrap(), 4);
     });
-    assert_eq!(keeper.version().unwrap(), Some(4));
+    assert_eq!(keeper.state().unwrap().version, Some(4));
     let told = SharedWeights::verify("w", stage.options(), Duration::ZERO);
     assert_eq!(told.unwrap(), 4);
 }
@@ -291,27 +298,27 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     };
     // Of a version that it does not have.
     assert_eq!(bring(7), 7);
-    assert_eq!(keeper.version().unwrap(), Some(1));
+    assert_eq!(keeper.state().unwrap().version, Some(1));
     assert!(!stage.named().is_hashed);
     // A candidate gets them, too.
     drop(keeper);
     let keeper = stage.keeper();
     assert_eq!(bring(1), 1);
-    assert_eq!(keeper.candidate().unwrap(), Some(1));
+    assert_eq!(keeper.state().unwrap().candidate, Some(1));
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
         1
     );
     let again = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert!(again.is_hashed() && !early.is_hashed() && !again.is_same(&early));
+    assert!(again.info().is_hashed && !early.info().is_hashed && !again.is_same(&early));
     // When the version has been replaced they change nothing, and number nothing anew.
-    assert_eq!(stage.publish(8).version(), 2);
+    assert_eq!(stage.publish(8).version, 2);
     assert_eq!(bring(1), 1);
-    assert_eq!(keeper.version().unwrap(), Some(2));
+    assert_eq!(keeper.state().unwrap().version, Some(2));
     // The next keeper takes them from the holder that has them.
     drop((keeper, early));
     let keeper = stage.keeper();
-    assert_eq!(keeper.candidate().unwrap(), Some(1));
+    assert_eq!(keeper.state().unwrap().candidate, Some(1));
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
         1
@@ -351,8 +358,8 @@ fn copied_and_hashed(device: &Device) {
             .iter()
             .map(|it| Layout::contiguous(DType::U8, &[it.len() as u64]).unwrap());
         let named = names.iter().map(String::as_str).zip(layouts);
-        let builder = Weights::builder(device, named).unwrap();
-        let mut builder = builder.hash(hashing).alias("tied", 3);
+        let mut builder = Weights::builder(device, named).unwrap();
+        (builder.aliases, builder.hashing) = (vec![(3, "tied".into())], hashing);
         // SAFETY: the memory has them, and nothing writes it.
         unsafe { builder.copy_from(&from) }.unwrap();
         // SAFETY: nothing is read.
@@ -361,15 +368,15 @@ fn copied_and_hashed(device: &Device) {
         let weights = builder.finish().unwrap();
         let copy = weights.memory_for_tests().to_vec(WAIT).unwrap();
         for tensor in weights.tensors() {
-            let index = tensor.name()[1..].parse().unwrap_or(3);
-            let (begin, wanted): (usize, &Vec<u8>) = (tensor.offset() as usize, &bytes[index]);
+            let index = tensor.name.as_ref()[1..].parse().unwrap_or(3);
+            let (begin, wanted): (usize, &Vec<u8>) = (tensor.offset as usize, &bytes[index]);
             assert!(
                 copy[begin..begin + wanted.len()] == wanted[..],
                 "{}",
-                tensor.name()
+                tensor.name.as_ref()
             );
             let hash = (hashing == Hashing::Device).then(|| content::content_hash(wanted));
-            assert_eq!(tensor.hash(), hash, "{}", tensor.name());
+            assert_eq!(tensor.hash, hash, "{}", tensor.name.as_ref());
         }
     }
 }

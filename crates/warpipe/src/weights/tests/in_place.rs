@@ -84,8 +84,9 @@ impl Stage {
 
     pub(super) fn weights_in_place(&self, count: usize) -> (Weights, Receiver<()>) {
         let (tensors, told) = self.in_place(count);
-        let builder = Weights::builder(&self.device, []).unwrap();
-        (builder.beside(tensors).finish().unwrap(), told)
+        let mut builder = Weights::builder(&self.device, []).unwrap();
+        builder.in_place = Some(tensors);
+        (builder.finish().unwrap(), told)
     }
 }
 
@@ -93,7 +94,7 @@ fn check(shared: &SharedWeights, count: usize) {
     assert_eq!(shared.tensors().len(), count);
     for number in 0..count {
         let tensor = shared.tensor(&format!("t{number}")).unwrap();
-        assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [number as u8; 100]);
+        assert_eq!(tensor.memory.to_vec(WAIT).unwrap(), [number as u8; 100]);
     }
 }
 
@@ -102,14 +103,19 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
     let stage = Stage::new();
     let _keeper = stage.keeper();
     let (tensors, told) = stage.in_place(3);
-    assert_eq!((tensors.len(), tensors.pieces()), (3, 3));
-    let builder = Weights::builder(&stage.device, [("copied", bytes(5))]).unwrap();
+    assert_eq!((tensors.tensors.len(), tensors.pieces()), (3, 3));
+    let mut builder = Weights::builder(&stage.device, [("copied", bytes(5))]).unwrap();
     let stream = stage.device.stream().unwrap();
     let memory = builder.memory().unwrap();
     memory.write(&stream, 0, b"bytes").unwrap();
-    let builder = builder.alias("tied", 2).alias("also copied", 0);
-    let weights = builder.beside(tensors).finish().unwrap();
-    let names: Vec<_> = weights.tensors().iter().map(|it| it.name()).collect();
+    builder.aliases = vec![(2, "tied".into()), (0, "also copied".into())];
+    builder.in_place = Some(tensors);
+    let weights = builder.finish().unwrap();
+    let names: Vec<_> = weights
+        .tensors()
+        .iter()
+        .map(|it| it.name.as_ref())
+        .collect();
     assert_eq!(names.len(), 6);
     assert_eq!(names[..2], ["copied", "also copied"]);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
@@ -118,22 +124,17 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
     for shared in &readers {
         for number in 0..3u8 {
             let tensor = shared.tensor(&format!("t{number}")).unwrap();
-            assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [number; 100]);
+            assert_eq!(tensor.memory.to_vec(WAIT).unwrap(), [number; 100]);
         }
         assert_eq!(
-            shared
-                .tensor("tied")
-                .unwrap()
-                .memory()
-                .to_vec(WAIT)
-                .unwrap(),
+            shared.tensor("tied").unwrap().memory.to_vec(WAIT).unwrap(),
             [1; 100]
         );
         assert_eq!(
             shared
                 .tensor("also copied")
                 .unwrap()
-                .memory()
+                .memory
                 .to_vec(WAIT)
                 .unwrap(),
             b"bytes"
@@ -143,7 +144,10 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
             .map(|(begin, part)| (begin, part.bytes()))
             .collect();
         assert_eq!(parts[0], (0, 4096));
-        assert_eq!(parts.iter().map(|part| part.1).sum::<u64>(), shared.bytes());
+        assert_eq!(
+            parts.iter().map(|part| part.1).sum::<u64>(),
+            shared.info().bytes
+        );
         assert!(
             shared
                 .parts()
@@ -152,7 +156,7 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
     }
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
-        published.version()
+        published.version
     );
     assert!(is_kept(&told));
 }
@@ -173,7 +177,7 @@ fn what_owns_the_tensors_is_kept_until_no_process_has_the_version() {
     drop(shared);
     // A tensor of it is in use.
     assert!(is_kept(&told));
-    assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [2; 100]);
+    assert_eq!(tensor.memory.to_vec(WAIT).unwrap(), [2; 100]);
     drop(tensor);
     assert!(is_dropped(&told), "nobody has the version");
     // The keeper's end, too, gives a version up; and one that nobody took is nobody's.
@@ -222,7 +226,13 @@ fn a_version_of_many_pieces_is_taken_over_whole_from_many_holders() {
     assert_eq!(found.versions[0].pieces.len(), PIECES);
     drop(found);
     let next = stage.keeper();
-    assert_eq!((next.candidate().unwrap(), next.unanswered()), (Some(1), 0));
+    assert_eq!(
+        (
+            next.state().unwrap().candidate,
+            next.state().unwrap().unanswered
+        ),
+        (Some(1), 0)
+    );
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
         1
@@ -309,7 +319,7 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
             "{words}: {told:?}"
         );
     }
-    assert_eq!(keeper.version().unwrap(), None);
+    assert_eq!(keeper.state().unwrap().version, None);
     let more = offered(&|held| {
         let twice = held.pieces.iter().chain(&*held.pieces);
         held.pieces = twice.cloned().collect();
@@ -391,7 +401,7 @@ fn memory_that_no_process_can_open_or_that_does_not_fit_is_refused_with_the_tens
         } | Error::Argument { .. }
     );
     assert!(is_refused, "{beyond}");
-    assert_eq!((tensors.len(), tensors.pieces()), (1, 1));
+    assert_eq!((tensors.tensors.len(), tensors.pieces()), (1, 1));
     // SAFETY: allocated above, used by nothing.
     unsafe { stage.device.backend().free_plain(plain) }.unwrap();
 }

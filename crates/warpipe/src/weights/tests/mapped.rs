@@ -64,8 +64,8 @@ impl Trainer<'_> {
             // SAFETY: the tensor lies in the memory of its owner, which nothing writes.
             unsafe { tensors.add(&format!("t{number}"), layout, memory.ptr(), owner) }.unwrap();
         }
-        let builder = Weights::builder(&self.device, []).unwrap();
-        let builder = builder.beside(tensors).hash(Hashing::None);
+        let mut builder = Weights::builder(&self.device, []).unwrap();
+        (builder.in_place, builder.hashing) = (Some(tensors), Hashing::None);
         (builder.finish().unwrap(), told)
     }
 
@@ -93,7 +93,7 @@ fn memory_calls(backend: &Wrapped<Counting>) -> BTreeMap<&'static str, u64> {
 
 fn bytes_of(weights: &SharedWeights, number: usize) -> Vec<u8> {
     let tensor = weights.tensor(&format!("t{number}")).unwrap();
-    tensor.memory().to_vec(WAIT).unwrap()
+    tensor.memory.to_vec(WAIT).unwrap()
 }
 
 fn addresses(weights: &SharedWeights) -> Vec<u64> {
@@ -207,7 +207,7 @@ fn a_keeper_takes_what_it_has_for_the_next_version_and_gives_all_of_it_to_each_r
     drop((keeper, second));
     assert!(is_kept(&told), "the reader has the version");
     let next = stage.keeper();
-    assert_eq!(next.candidate().unwrap(), Some(2));
+    assert_eq!(next.state().unwrap().candidate, Some(2));
     drop((shared, next));
     assert!(is_dropped(&told));
 }
@@ -395,10 +395,10 @@ fn a_follower_whose_addresses_were_used_waits_until_other_openers_have_closed_th
     }
     let first = opened.tensor("a").unwrap();
     drop(opened);
-    assert_eq!(first.memory().to_vec(WAIT).unwrap(), [1; 900]);
+    assert_eq!(first.memory.to_vec(WAIT).unwrap(), [1; 900]);
     drop(first);
     assert_eq!(follower.update(&stream, WAIT).unwrap(), Some(2));
-    assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [2; 900]);
+    assert_eq!(tensor.memory.to_vec(WAIT).unwrap(), [2; 900]);
 }
 
 #[test]
@@ -460,11 +460,14 @@ fn publish_halves(stage: &Stage, byte: u8) -> PublishedWeights {
             // SAFETY: the tensor lies in the memory of its owner, which nothing writes.
             unsafe { tensors.add(name, layout, ptr, owner) }.unwrap();
         }
-        let builder = Weights::builder(&stage.device, []).unwrap();
-        builder.beside(tensors)
+        let mut builder = Weights::builder(&stage.device, []).unwrap();
+        builder.in_place = Some(tensors);
+        builder
     };
     let whole = in_place(&["a", "b"]).finish().unwrap();
-    let partial = in_place(&["a"]).base(&whole).finish().unwrap();
+    let mut partial = in_place(&["a"]);
+    partial.base = Some((&whole).into());
+    let partial = partial.finish().unwrap();
     partial.publish(&stage.domain, "w", WAIT).unwrap()
 }
 
@@ -535,8 +538,9 @@ impl Stage {
             // SAFETY: the tensor lies in the memory of its owner, which nothing writes.
             unsafe { tensors.add(&format!("t{number}"), layout, ptr, owner) }.unwrap();
         }
-        let builder = Weights::builder(&self.device, []).unwrap();
-        let weights = builder.beside(tensors).finish().unwrap();
+        let mut builder = Weights::builder(&self.device, []).unwrap();
+        builder.in_place = Some(tensors);
+        let weights = builder.finish().unwrap();
         weights.publish(&self.domain, "w", WAIT).unwrap()
     }
 }
@@ -558,12 +562,12 @@ fn a_follower_takes_parts_that_come_in_another_order_each_at_the_address_of_its_
     for (byte, order) in [(20, [3, 2, 1, 0]), (30, [1, 3, 0, 2]), (40, [0, 1, 2, 3])] {
         let published = stage.publish_parts(byte, &order);
         let taken = follower.update(&stream, WAIT).unwrap();
-        assert_eq!(taken, Some(published.version()));
+        assert_eq!(taken, Some(published.version));
         for (number, before) in tensors.iter().enumerate() {
             let now = tensor(&follower, number);
-            assert_eq!(now.memory().ptr(), before.memory().ptr());
+            assert_eq!(now.memory.ptr(), before.memory.ptr());
             assert_eq!(
-                before.memory().to_vec(WAIT).unwrap(),
+                before.memory.to_vec(WAIT).unwrap(),
                 [byte + number as u8; 700]
             );
         }
@@ -574,9 +578,9 @@ fn a_follower_takes_parts_that_come_in_another_order_each_at_the_address_of_its_
             .map(|(begin, part)| (begin, part.ptr()))
             .collect();
         for info in weights.tensors() {
-            let (begin, ptr) = *parts.iter().rfind(|part| part.0 <= info.offset()).unwrap();
-            let tensor = weights.tensor(info.name()).unwrap();
-            assert_eq!(tensor.memory().ptr(), ptr + info.offset() - begin);
+            let (begin, ptr) = *parts.iter().rfind(|part| part.0 <= info.offset).unwrap();
+            let tensor = weights.tensor(info.name.as_ref()).unwrap();
+            assert_eq!(tensor.memory.ptr(), ptr + info.offset - begin);
         }
     }
     // Parts of other lengths have no places there.
@@ -586,7 +590,7 @@ fn a_follower_takes_parts_that_come_in_another_order_each_at_the_address_of_its_
         matches!(failed, Error::Weights(WeightsFault::Mismatch { .. })),
         "{failed}"
     );
-    assert_eq!(tensors[3].memory().to_vec(WAIT).unwrap(), [43; 700]);
+    assert_eq!(tensors[3].memory.to_vec(WAIT).unwrap(), [43; 700]);
 }
 
 #[test]
@@ -600,11 +604,12 @@ fn a_follower_takes_a_tensor_that_comes_by_copy_in_a_version_of_which_the_others
     );
     // A base of two parts: a tensor in place, and one that was copied.
     let partial = |byte: u8, base: &PublishedWeights| {
-        let builder = Weights::builder(&stage.device, [("copied", layout)]).unwrap();
+        let mut builder = Weights::builder(&stage.device, [("copied", layout)]).unwrap();
         let stream = stage.device.stream().unwrap();
         let memory = builder.memory().unwrap();
         memory.write(&stream, 0, &[byte; 100]).unwrap();
-        let weights = builder.base(base).hash(Hashing::None).finish().unwrap();
+        (builder.base, builder.hashing) = (Some(base.into()), Hashing::None);
+        let weights = builder.finish().unwrap();
         weights.publish(&stage.domain, "w", WAIT).unwrap()
     };
     let second = partial(1, &first);
@@ -623,7 +628,7 @@ fn a_follower_takes_a_tensor_that_comes_by_copy_in_a_version_of_which_the_others
     let _third = partial(2, &second);
     let stream = device.stream().unwrap();
     assert_eq!(follower.update(&stream, WAIT).unwrap(), Some(3));
-    assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [2; 100]);
+    assert_eq!(tensor.memory.to_vec(WAIT).unwrap(), [2; 100]);
     assert_eq!(bytes_of(follower.weights(), 0), [0; 100]);
     assert_eq!(
         backend.hook().calls().get("import_over"),

@@ -37,14 +37,17 @@ fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_n
     drop((keeper, published));
     let keeper = keep();
     assert_eq!(
-        (keeper.candidate().unwrap(), keeper.unanswered()),
+        (
+            keeper.state().unwrap().candidate,
+            keeper.state().unwrap().unanswered
+        ),
         (Some(1), 0)
     );
     assert_eq!(
         SharedWeights::verify(&name, stage.options(), WAIT).unwrap(),
         1
     );
-    assert_eq!(keeper.version().unwrap(), Some(1));
+    assert_eq!(keeper.state().unwrap().version, Some(1));
     drop((keeper, shared));
     assert_eq!(std::fs::read_dir(&stage.folder).unwrap().count(), 0);
     let refused = Keeper::new(&format!("{name}n"), KeeperOptions::at(&stage.domain));

@@ -15,21 +15,22 @@ fn layout(bytes: u64) -> Layout {
 
 fn bytes_of(shared: &SharedWeights, name: &str) -> Vec<u8> {
     let tensor = shared.tensor(name).unwrap();
-    tensor.memory().to_vec(WAIT).unwrap()
+    tensor.memory.to_vec(WAIT).unwrap()
 }
 
 impl Stage {
     /// Weights with these tensors of 100 bytes, and all others of a base.
     fn partial(&self, tensors: &[(&str, u8)], base: impl Into<BaseVersion>) -> Weights {
         let described = tensors.iter().map(|&(name, _)| (name, layout(100)));
-        let builder = Weights::builder(&self.device, described).unwrap();
+        let mut builder = Weights::builder(&self.device, described).unwrap();
         if let Some(memory) = builder.memory() {
             let stream = self.device.stream().unwrap();
             for (&offset, &(_, byte)) in builder.offsets().iter().zip(tensors) {
                 memory.write(&stream, offset, &[byte; 100]).unwrap();
             }
         }
-        builder.base(base).finish().unwrap()
+        builder.base = Some(base.into());
+        builder.finish().unwrap()
     }
 
     fn publish_partial(
@@ -60,14 +61,14 @@ fn a_partial_version_is_whole_for_readers_and_has_the_memory_and_hashes_of_its_b
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop((whole, weights));
     let second = first.newer(WAIT).unwrap();
-    assert_eq!((published.version(), second.version()), (2, 2));
-    let names: Vec<_> = second.tensors().iter().map(|it| it.name()).collect();
+    assert_eq!((published.version, second.version()), (2, 2));
+    let names: Vec<_> = second.tensors().iter().map(|it| it.name.as_ref()).collect();
     assert_eq!(names, ["b", "c", "a"]);
     assert_eq!(bytes_of(&second, "a"), [1; 900]);
     assert_eq!(bytes_of(&second, "b"), [2; 100]);
     assert_eq!(bytes_of(&second, "c"), [3; 100]);
     assert_eq!(byte_of(&first), 1, "its base is as it was");
-    let hash = |shared: &SharedWeights| shared.tensor_info("a").unwrap().hash();
+    let hash = |shared: &SharedWeights| shared.tensor("a").unwrap().info.hash;
     assert!(hash(&second).is_some() && hash(&second) == hash(&first));
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
@@ -76,7 +77,7 @@ fn a_partial_version_is_whole_for_readers_and_has_the_memory_and_hashes_of_its_b
     // Nothing of its own: another name of the version.
     let third = stage.publish_partial(&[], &second);
     let third = (
-        third.version(),
+        third.version,
         SharedWeights::open("w", stage.options(), WAIT).unwrap(),
     );
     assert_eq!((third.0, bytes_of(&third.1, "b")), (3, vec![2; 100]));
@@ -88,15 +89,17 @@ fn tensors_behind_copies_that_fill_their_memory_are_hashed_where_they_lie_or_not
     let _keeper = stage.keeper();
     let copied = |name, hashing| {
         // All of the memory that its allocation has: what follows begins at its very end.
-        let builder = Weights::builder(&stage.device, [(name, layout(4096))]).unwrap();
+        let mut builder = Weights::builder(&stage.device, [(name, layout(4096))]).unwrap();
         let stream = stage.device.stream().unwrap();
         let memory = builder.memory().unwrap();
         memory.write(&stream, 0, &[9; 4096]).unwrap();
-        builder.hash(hashing)
+        builder.hashing = hashing;
+        builder
     };
     let (tensors, _told) = stage.in_place_at(0, 0, 2);
-    let weights = copied("copied", Hashing::Device).beside(tensors);
-    let weights = weights.finish().unwrap();
+    let mut builder = copied("copied", Hashing::Device);
+    builder.in_place = Some(tensors);
+    let weights = builder.finish().unwrap();
     weights.publish(&stage.domain, "w", WAIT).unwrap();
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
@@ -104,9 +107,10 @@ fn tensors_behind_copies_that_fill_their_memory_are_hashed_where_they_lie_or_not
     );
     // Tensors of a base without hashes get none.
     let base = copied("first", Hashing::None).finish().unwrap();
-    let partial = copied("copied", Hashing::Device).base(&base);
-    let partial = partial.finish().unwrap();
-    let hashed = partial.tensors().iter().map(|it| it.hash().is_some());
+    let mut builder = copied("copied", Hashing::Device);
+    builder.base = Some((&base).into());
+    let partial = builder.finish().unwrap();
+    let hashed = partial.tensors().iter().map(|it| it.hash.is_some());
     assert_eq!(hashed.collect::<Vec<_>>(), [true, false]);
 }
 
@@ -147,7 +151,7 @@ fn the_memory_of_a_base_is_kept_by_each_process_that_has_a_version_of_it_and_by_
     check(&reader);
     assert!(is_kept(&told), "a reader has it");
     let keeper = stage.keeper();
-    assert_eq!(keeper.candidate().unwrap(), Some(2));
+    assert_eq!(keeper.state().unwrap().candidate, Some(2));
     assert_eq!(
         SharedWeights::verify("w", stage.options(), WAIT).unwrap(),
         2
@@ -161,7 +165,7 @@ fn the_memory_of_a_base_is_kept_by_each_process_that_has_a_version_of_it_and_by_
     assert!(is_kept(&told));
     drop(reader);
     assert!(is_dropped(&told), "nobody has a version of it");
-    assert_eq!(third.version(), 3);
+    assert_eq!(third.version, 3);
     drop(keeper);
 }
 
@@ -207,11 +211,9 @@ fn a_version_has_tensors_in_place_of_so_many_versions_and_no_more() {
     for number in 0..=LEASES_MAX {
         let (tensors, dropped) = stage.in_place_from(number, 1);
         told.push(dropped);
-        let builder = Weights::builder(&stage.device, []).unwrap().beside(tensors);
-        let builder = match &last {
-            Some(base) => builder.base(base),
-            None => builder,
-        };
+        let mut builder = Weights::builder(&stage.device, []).unwrap();
+        builder.in_place = Some(tensors);
+        builder.base = last.as_ref().map(Into::into);
         match builder.finish() {
             Ok(weights) => last = Some(weights),
             Err(error) => {
@@ -238,7 +240,7 @@ fn strides_and_metadata_arrive_as_they_were_given() {
     let stage = Stage::new();
     let keeper = stage.keeper();
     let turned = Layout::strided(DType::U8, &[2, 3], &[1, 2], 0).unwrap();
-    let builder = Weights::builder(&stage.device, [("turned", turned)]).unwrap();
+    let mut builder = Weights::builder(&stage.device, [("turned", turned)]).unwrap();
     let stream = stage.device.stream().unwrap();
     builder
         .memory()
@@ -246,7 +248,8 @@ fn strides_and_metadata_arrive_as_they_were_given() {
         .write(&stream, 0, b"abcdef")
         .unwrap();
     let json = r#"{"step": 7, "names": ["turned"]}"#;
-    let weights = builder.metadata(json).finish().unwrap();
+    builder.metadata = json.into();
+    let weights = builder.finish().unwrap();
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(keeper);
     let _keeper = stage.keeper();
@@ -255,20 +258,21 @@ fn strides_and_metadata_arrive_as_they_were_given() {
         1
     );
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert_eq!(shared.metadata(), json.as_bytes());
+    assert_eq!(shared.info().metadata, json.as_bytes());
     let tensor = shared.tensor("turned").unwrap();
-    assert_eq!((tensor.layout(), tensor.memory().bytes()), (&turned, 6));
+    assert_eq!((tensor.info.layout, tensor.memory.bytes()), (turned, 6));
     assert_eq!(bytes_of(&shared, "turned"), b"abcdef");
     // Not those of its base.
     let partial = stage.partial(&[("b", 1)], &published);
     assert!(partial.publish(&stage.domain, "w", WAIT).is_ok());
     let shared = shared.newer(WAIT).unwrap();
-    assert_eq!(shared.metadata(), b"");
-    assert_eq!(shared.tensor_info("turned").unwrap().layout(), &turned);
+    assert_eq!(shared.info().metadata, b"");
+    assert_eq!(shared.tensor("turned").unwrap().info.layout, turned);
     let long = format!("\"{}\"", "m".repeat(1 << 20));
     for wrong in [&b"{"[..], b"{} 1", b"\x01", b"\"\xff\"", long.as_bytes()] {
-        let builder = Weights::builder(&stage.device, []).unwrap();
-        let told = builder.metadata(wrong).finish().unwrap_err();
+        let mut builder = Weights::builder(&stage.device, []).unwrap();
+        builder.metadata = wrong.into();
+        let told = builder.finish().unwrap_err();
         assert!(told.to_string().contains("metadata"), "{told}");
     }
 }
@@ -279,7 +283,9 @@ fn a_base_without_tensors_is_the_base_of_a_version_with_some_or_none() {
     let keeper = stage.keeper();
     let nothing = || Weights::builder(&stage.device, []).unwrap();
     let empty = nothing().finish().unwrap();
-    let again = nothing().base(&empty).finish().unwrap();
+    let mut again = nothing();
+    again.base = Some((&empty).into());
+    let again = again.finish().unwrap();
     assert!(again.tensors().is_empty());
     again.publish(&stage.domain, "w", WAIT).unwrap();
     stage.publish_partial(&[("b", 7)], &again);

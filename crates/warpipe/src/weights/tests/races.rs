@@ -180,13 +180,13 @@ fn a_keeper_gives_no_number_that_a_process_holds_which_it_did_not_find() {
     let _keeper = stage.keeper();
     let name = weights_name("w").unwrap();
     let session = KeeperSession::open(&stage.domain, &name, &WAIT.into()).unwrap();
-    assert_eq!(stage.publish(1).version(), 1);
+    assert_eq!(stage.publish(1).version, 1);
     session.tell_holding(9, &WAIT.into()).unwrap();
     session.tell_holding(4, &WAIT.into()).unwrap();
-    assert_eq!(stage.publish(2).version(), 10);
+    assert_eq!(stage.publish(2).version, 10);
     // Numbers have an end. A number behind it counts for nothing.
     session.tell_holding(u64::MAX, &WAIT.into()).unwrap();
-    assert_eq!(stage.publish(3).version(), 11);
+    assert_eq!(stage.publish(3).version, 11);
     session.tell_holding(1 << 48, &WAIT.into()).unwrap();
     let full = stage.weights(3).publish(&stage.domain, "w", WAIT);
     assert!(

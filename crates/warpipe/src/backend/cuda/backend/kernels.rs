@@ -41,8 +41,8 @@ impl Kernels {
         if let Some(function) = self.known(kernel) {
             return Ok(function);
         }
-        let module = self.module(driver, kernel.ptx())?;
-        let function = load_function(driver, module, kernel.name())?;
+        let module = self.module(driver, kernel.ptx)?;
+        let function = load_function(driver, module, kernel.name)?;
         self.functions
             .write()
             .unwrap_or_else(PoisonError::into_inner)
@@ -62,7 +62,7 @@ impl Kernels {
 }
 
 fn key(kernel: &Kernel) -> (usize, usize) {
-    (address(kernel.ptx()), address(kernel.name()))
+    (address(kernel.ptx), address(kernel.name))
 }
 
 fn address(text: &'static CStr) -> usize {

@@ -158,7 +158,7 @@ fn a_lease_without_an_end_is_no_overflow() {
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
     assert!(queue.dispatcher.lock().next_look() <= Duration::from_secs(10));
     lease.complete(&fixture.stream).unwrap();
-    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn a_lease_does_not_run_out_while_its_queue_stands_still() {
     let state = queue.state().unwrap();
     assert_eq!((state.leased, state.waiting), (1, 0));
     lease.complete(&fixture.stream).unwrap();
-    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
 #[test]
@@ -299,7 +299,7 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
         .for_each(|end| end.clock.advance(SOON));
     let _ = queue.state().unwrap();
     drop(go);
-    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
 #[test]
@@ -345,7 +345,7 @@ fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_
         Error::Limit(LimitFault::Jobs { .. })
     ));
     assert_eq!(queue.state().unwrap().waiting, 0);
-    let loan = *refused.loan.unwrap();
+    let loan = *refused.returned.unwrap();
     let stream = &fixture.stream;
     queue.submit_within(loan, stream, Duration::ZERO).unwrap();
 }
@@ -394,7 +394,7 @@ fn a_shutdown_and_a_wait_of_other_threads_end_with_the_last_job() {
     std::thread::scope(|scope| {
         let waits = jobs
             .each_ref()
-            .map(|job| scope.spawn(|| job.wait(&fixture.stream, LONG).unwrap().job()));
+            .map(|job| scope.spawn(|| job.wait(&fixture.stream, LONG).unwrap().job));
         let end = scope.spawn(|| queue.shutdown(LONG));
         while queue.dispatcher.lock().table.stage == Stage::Open {
             std::thread::yield_now();
