@@ -771,8 +771,6 @@ class _Leases(Closeable):
     @property
     def _name(self) -> str: ...
     @property
-    def _queue_pid(self) -> int: ...  # Of a worker.
-    @property
     def device(self) -> Device:
         """The device that it works with."""
     @property
@@ -1798,12 +1796,6 @@ class PoolClient(_Named):
         ``InvalidNameError``.
         """
     @property
-    def owner_pid(self) -> int:
-        """The owner's process id.
-
-        Raises ``ClosedError``.
-        """
-    @property
     def is_owner_gone(self) -> bool:
         """Whether the owner has closed the pool, or has died. Its blocks stay valid.
 
@@ -1873,12 +1865,6 @@ class _AllocationServer(_Named):
 class _AllocationClient(Closeable):
     """Opens what an ``_AllocationServer`` of another process shares."""
     def __new__(cls, name: str, device: _DeviceLike, domain: _DomainLike | None) -> Self: ...
-    @property
-    def owner_pid(self) -> int:
-        """The sharing process.
-
-        Raises ``ClosedError``.
-        """
     @property
     def is_owner_gone(self) -> bool:
         """Whether the server has closed, or its process has died.
