@@ -53,7 +53,8 @@ fn share() -> (Arc<ShareWords>, Arc<SharedPage>) {
     words.offer_words(NUMBER)[..4]
         .iter()
         .for_each(|word| word.touch());
-    [0, slot(NUMBER) as usize].map(|number| touch(page.word(number)));
+    touch(page.word(0));
+    touch(page.word(slot(NUMBER) as usize));
     (Arc::new(words), Arc::new(page))
 }
 
