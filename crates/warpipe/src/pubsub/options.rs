@@ -76,7 +76,7 @@ pub struct PublisherOptions {
     /// How many of the last samples a late subscriber gets first: 0 by default, at most the depth.
     pub history: u32,
     /// Whether samples say when they were sent, and received: see
-    /// [`Sample::sent_at_ns`](crate::Sample::sent_at_ns). Not by default: each costs a look at the
+    /// [`SampleInfo::sent_at_ns`](crate::SampleInfo::sent_at_ns). Not by default: each costs a look at the
     /// clock, and the time is a word more in each entry of the ring.
     pub timestamps: bool,
     /// This publisher forwards the samples of another one under their numbers: this is its

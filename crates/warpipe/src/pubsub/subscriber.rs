@@ -302,8 +302,8 @@ impl Subscriber {
     ///   with `reconnect`); [`Error::LinkClosed`] when the publisher has closed this link alone.
     /// * [`Error::Protocol`], and [`Error::Os`] or [`Error::Limit`] when this process has no
     ///   room for a region: these close the link, and later calls return [`Error::LinkClosed`].
-    /// * For a sample [in place](Sample::is_in_place) with memory that cannot be opened: the errors
-    ///   of [`LegacyHandle::open`](crate::LegacyHandle::open) and
+    /// * For a sample [in place](crate::SampleInfo::is_in_place) with memory that cannot be opened:
+    ///   the errors of [`LegacyHandle::open`](crate::LegacyHandle::open) and
     ///   [`Ticket::open`](crate::Ticket::open), or [`Error::Lost`] where those are of
     ///   [`ErrorKind::PeerGone`]. That sample alone is missing. While its owner does not answer,
     ///   which is [`Error::Handshake`] after 5 s, it stays the next.
