@@ -316,7 +316,7 @@ impl Publisher {
     /// }
     /// assert_eq!(subscriber.receive(&stream, Duration::from_secs(1))?.sequence(), 1);
     /// let third = subscriber.receive(&stream, Duration::from_secs(1))?;
-    /// assert_eq!((third.sequence(), third.discontinuity().unwrap().missing), (3, 1));
+    /// assert_eq!((third.sequence(), third.info().discontinuity.unwrap().missing), (3, 1));
     /// # drop((third, subscriber, forwarder, from, first)); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())
     /// ```

@@ -37,7 +37,7 @@ use crate::wait::Wait;
 /// let second = publish(&b"xyz"[..])?;
 /// let stream = device.stream()?; // that of the engine's work
 /// assert_eq!(follower.update(&stream, wait)?, Some(2));
-/// assert_eq!(bias.memory().to_vec(wait)?, b"xyz");
+/// assert_eq!(bias.memory.to_vec(wait)?, b"xyz");
 /// # drop((bias, follower, first, second, keeper)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```

@@ -22,13 +22,13 @@
 //! // In a process that may end afterwards; `Weights::load` does the same with files:
 //! let layout = Layout::contiguous(DType::U8, &[3])?;
 //! let weights = Weights::from_bytes(&device, [("bias", layout, &b"abc"[..])])?;
-//! assert_eq!(weights.publish(&domain, "llama", wait)?.version(), 1);
+//! assert_eq!(weights.publish(&domain, "llama", wait)?.version, 1);
 //! drop(weights);
 //!
 //! // In each worker:
 //! let weights = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
 //! let bias = weights.tensor("bias").expect("it was published");
-//! assert_eq!(bias.memory().to_vec(wait)?, b"abc");
+//! assert_eq!(bias.memory.to_vec(wait)?, b"abc");
 //! # drop((bias, weights, keeper)); std::fs::remove_dir_all(folder).ok();
 //! # Ok::<(), warpipe::Error>(())
 //! ```
