@@ -2,7 +2,17 @@
 """The native half of warpipe. Units: seconds for times, bytes for sizes, elements for shapes and strides."""
 import os
 import pathlib
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Coroutine,
+    Generator,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
 from typing_extensions import Buffer as _BytesLike, Never, Self, disjoint_base
@@ -314,14 +324,18 @@ class Publisher(_Named):
         in that stream's order; no CPU waits. On the host it may be changed at once. A tensor
         without gaps keeps its strides; one with gaps is gathered, on its own device.
 
-        ``metadata``: a dict (as JSON) or any buffer, at most 256 bytes.
+        A mapping of names to tensors, at most 127, goes as one message, which arrives as
+        ``SampleParts``. With ``zero_copy`` all of them are sent in place, or all are copied.
+
+        ``metadata``: a dict (as JSON) or any buffer, at most 4,096 bytes, less what describes
+        several tensors, or one in place.
 
         ``zero_copy``: nothing is copied; subscribers read the tensor in place, and it is kept until all of them have released it: see ``in_place``. Do not write it before. It
         must lie in memory of ``warpipe.torch.pool()``, which subscribers map read-only and have as
         long as they use it; or in memory of ``cudaMalloc``, as PyTorch's caching allocator's does,
         which they open by a legacy handle. A tensor in host, pooled or ``expandable_segments``
         memory is copied, with a ``CopyWarning`` that says why, or is an error with
-        ``zero_copy="require"``. Its metadata has some 80 bytes. The whole allocation around it is
+        ``zero_copy="require"``. The whole allocation around it is
         accessible to subscribers: memory of ``cudaMalloc`` must not go back to the driver while they
         exist.
 
@@ -344,6 +358,15 @@ class Publisher(_Named):
 
         Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
         ``DeviceMemoryError``, ``ClosedError``.
+        """
+    def loan_parts(
+        self, parts: Mapping[str, tuple[_Shape, Any]], *, metadata: _Metadata | None = None
+    ) -> SampleMut:
+        """Lends a slot for several tensors, to be filled in place and sent as one message. ``parts``:
+        a mapping of names to ``(shape, dtype)``. ``out[name]`` is a ``Part``, and ``out[name] =
+        tensor`` copies one in, until it is sent.
+
+        Raises as ``loan``, and ``ArgumentError`` for names that are empty or too long.
         """
     @property
     def subscribers(self) -> list[SubscriberInfo]:
@@ -381,8 +404,8 @@ class Loan(_Tensor):
     once it is handed on. If it is not handed on by the end of a ``with`` block, it goes back.
     """
     def set_metadata(self, metadata: _Metadata) -> None:
-        """Sets the metadata: a dict (as JSON), or any buffer; at most 256 bytes for a frame, 200 for a
-        job.
+        """Sets the metadata: a dict (as JSON), or any buffer; at most 4,096 bytes for a frame, less
+        what describes its parts, 200 for a job.
 
         Raises ``MetadataError``, ``ReleasedError``.
         """
@@ -397,6 +420,8 @@ class Loan(_Tensor):
 
         Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
         """
+    def _part(self, name: str) -> Part: ...
+    def _fill_part(self, name: str, tensor: Any) -> None: ...
     def __getitem__(self, key: Any, /) -> Any: ...
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
     def __exit__(self, *_exception: object) -> None: ...
@@ -548,7 +573,7 @@ class Sample(_Tensor):
         """
     @property
     def metadata_bytes(self) -> bytes:
-        """The bytes that were sent with it, at most 256."""
+        """The bytes that were sent with it, at most 4,096."""
     @property
     def discontinuity(self) -> Discontinuity | None:
         """The break before this frame: frames of its publisher are missing, or with ``reconnect`` it is
@@ -589,6 +614,51 @@ class Sample(_Tensor):
         """
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
     def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class Part(_Tensor):
+    """One of several tensors in one message: of a received ``SampleParts``, which is read only, or of
+    a loan of ``Publisher.loan_parts``, to be filled.
+
+    It is an array of any framework, in place, as a ``Sample`` or a ``Loan`` is, and keeps the
+    memory as an array of them does.
+    """
+    def tobytes(self) -> bytes:
+        """The elements as bytes in row-major order, copied once the data is complete.
+
+        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``; ``ExportError`` for a part
+        of a loan.
+        """
+    def release(self) -> None:
+        """Gives up this object's part of the memory. Releasing twice is no error."""
+    def jax(self, *, copy: bool | None = None) -> Any:
+        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory before its own work on it
+        is done. With ``copy=False`` it is in place there, too: call ``block_until_ready()`` on every result computed from
+        it before releasing it.
+
+        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
+        """
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class SampleParts(Sample):
+    """A received ``Sample`` of several tensors: a mapping of their names to ``Part`` objects. They are
+    complete together, and go back together, when no part and no array of one is left. As a tensor
+    itself it is the bytes of its slot.
+    """
+    def __getitem__(self, name: str, /) -> Part: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __contains__(self, key: object) -> bool: ...
+    def get(self, key: str, default: Any = None) -> Any:
+        """D.get(k[,d]) -> D[k] if k in D, else d.  d defaults to None."""
+    def keys(self) -> KeysView[str]:
+        """D.keys() -> a set-like object providing a view on D's keys"""
+    def values(self) -> ValuesView[Part]:
+        """D.values() -> an object providing a view on D's values"""
+    def items(self) -> ItemsView[str, Part]:
+        """D.items() -> a set-like object providing a view on D's items"""
 
 @disjoint_base
 class _Jobs(Closeable):
