@@ -165,7 +165,7 @@ def test_ls_shows_how_often_a_tensor_was_copied_and_the_last_reason(link, tensor
         publisher.send(tensor, zero_copy="require")
         subscriber.receive().release()
         assert look() is None, "nothing was copied"
-        for what, metadata in (tensor, {"text": "x" * 200}), (warpipe.Memory.allocate(16, device=device), None):
+        for what, metadata in (tensor, {"text": "x" * 4060}), (warpipe.Memory.allocate(16, device=device), None):
             with pytest.warns(warpipe.CopyWarning):
                 publisher.send(what, metadata=metadata, zero_copy=True)
             with subscriber.receive() as frame:

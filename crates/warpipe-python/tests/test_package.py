@@ -238,6 +238,8 @@ WITHOUT_COUNTERPART = {
     "AllocationStats": "in warpipe.torch",
     **dict.fromkeys(["LegacyInfo", "PublisherInfo", "RingInfo", "SampleInfo", "SemaphoreState", "TicketInfo"], "attributes of the object"),
     **dict.fromkeys(["Returned", "Unanswered"], "what comes back from a call that failed"),
+    "lay_out_parts": "for the bridge",
+    **dict.fromkeys(["PARTS_MAX", "PART_NAME_BYTES_MAX"], "limits that the messages say"),
     **dict.fromkeys(
         ["DeviceFault", "HandleFault", "HandshakeFault", "Expiry", "Holder", "JobEnd", "PeerLimit",
          "PointerKind", "FileFault", "LimitFault", "Loss", "NameFault", "StateFault", "WeightsFault", "WeightsFileFault",
