@@ -10,10 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::entry::{Metadata, Violation, violation};
 use super::place::Place;
-use super::publisher::SampleMut;
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
-use crate::stream::Stream;
 use crate::tensor::{DType, Layout};
 
 /// The most parts of a sample.
@@ -35,6 +33,15 @@ pub struct Part {
 }
 
 impl Part {
+    pub(super) fn new(name: &str, layout: &Layout, address: DevicePtr, is_in_place: bool) -> Part {
+        Part {
+            name: name.into(),
+            layout: *layout,
+            address,
+            is_in_place,
+        }
+    }
+
     /// Its name, of 1 to [`PART_NAME_BYTES_MAX`] bytes: no other part of the sample has it.
     pub fn name(&self) -> &str {
         &self.name
@@ -55,7 +62,8 @@ impl Part {
         self.address
     }
 
-    /// Whether it lies in memory of its sender's own: see [`SampleMut::add_part_in`].
+    /// Whether it lies in memory of its sender's own: see
+    /// [`SampleMut::add_part_in`](crate::SampleMut::add_part_in).
     pub fn is_in_place(&self) -> bool {
         self.is_in_place
     }
@@ -188,12 +196,8 @@ pub(crate) fn read(
             )));
         };
         let is_in_place = one.place.is_some();
-        parts.push(Part {
-            name: name.into(),
-            layout,
-            address: if is_in_place { 0 } else { slot + offset },
-            is_in_place,
-        });
+        let address = if is_in_place { 0 } else { slot + offset };
+        parts.push(Part::new(name, &layout, address, is_in_place));
         places.push(one.place);
     }
     match parts.is_empty() || end != slot_bytes {
@@ -203,73 +207,6 @@ pub(crate) fn read(
             places,
             rest,
         }),
-    }
-}
-
-impl SampleMut {
-    /// Its parts, in the order in which they were added; none of a loan of one tensor.
-    pub fn parts(&self) -> &[Part] {
-        self.parts.as_deref().unwrap_or_default()
-    }
-
-    /// The part of this name.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] if there is none.
-    pub fn part(&self, name: &str) -> Result<&Part> {
-        find(self.parts(), name)
-    }
-
-    /// [`write`](Self::write), of one part.
-    ///
-    /// # Errors
-    /// As [`write`](Self::write) and [`part`](Self::part).
-    pub fn write_part(&mut self, stream: &Stream, name: &str, bytes: &[u8]) -> Result<()> {
-        let Part {
-            layout, address, ..
-        } = *self.part(name)?;
-        self.write_at(stream, (address, &layout), bytes)
-    }
-
-    /// Adds a part to the list, which is the head of the metadata.
-    pub(super) fn add_part(
-        &mut self,
-        name: &str,
-        layout: &Layout,
-        address: DevicePtr,
-        place: Option<Place<'_>>,
-    ) -> Result<()> {
-        let Some(parts) = &mut self.parts else {
-            return Err(Error::argument(
-                "loan",
-                "of one tensor",
-                "one of `loan_parts`",
-            ));
-        };
-        if !(1..=PART_NAME_BYTES_MAX).contains(&name.len()) {
-            let allowed = format!("1 to {PART_NAME_BYTES_MAX} bytes");
-            return Err(Error::argument("part", format!("{name:?}"), allowed));
-        }
-        if parts.iter().any(|part| *part.name == *name) || parts.len() >= PARTS_MAX {
-            let allowed = format!("at most {PARTS_MAX} parts, each with a name of its own");
-            let found = format!("{name:?} behind {} others", parts.len());
-            return Err(Error::argument("part", found, allowed));
-        }
-        let is_in_place = place.is_some();
-        let listed = listed(name, layout, place);
-        let (head, user) = self.metadata.as_bytes().split_at(self.head_bytes.into());
-        // The count, which is one byte.
-        let mut list = vec![parts.len() as u8 + 1];
-        list.extend(head.iter().skip(1).chain(&listed));
-        self.metadata = Metadata::behind(&list, user)?;
-        self.head_bytes = list.len() as u16;
-        parts.push(Part {
-            name: name.into(),
-            layout: *layout,
-            address,
-            is_in_place,
-        });
-        Ok(())
     }
 }
 

@@ -2,13 +2,13 @@
 
 mod in_place;
 mod loan;
+mod loan_parts;
 
 use std::sync::Arc;
 
 use self::loan::check_length;
 pub use self::loan::{SampleMut, SendError};
 use super::options::{PublisherOptions, PublisherRole, SubscriberInfo};
-use super::parts;
 use super::publisher_core::{Given, PublisherCore, Recipients, SendFailure};
 use super::subscriber::Subscriber;
 use super::subscriber_link::{LinkPhase, SubscriberLink};
@@ -146,68 +146,6 @@ impl Publisher {
             behind: None,
             earlier: Vec::new(),
         })
-    }
-
-    /// A loan of several tensors, which are sent as one sample: they lie in one slot, each at a
-    /// multiple of 256 bytes, and one signal says that all are complete. More can be
-    /// [added](SampleMut::add_part_in) where they lie. The loan's own layout is that of the slot's
-    /// bytes.
-    ///
-    /// ```
-    /// # use std::time::Duration;
-    /// # use warpipe::{
-    /// #     DType, Device, Domain, Layout, Publisher, PublisherOptions, Subscriber,
-    /// #     SubscriberOptions,
-    /// # };
-    /// # let folder = std::env::temp_dir().join(format!("warpipe-parts-{}", std::process::id()));
-    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// # let (stream, wait) = (device.stream()?, Duration::from_secs(5));
-    /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-    /// let mut subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
-    ///
-    /// let image = Layout::contiguous(DType::U8, &[2, 3])?;
-    /// let depth = Layout::contiguous(DType::F32, &[2])?;
-    /// let mut loan = publisher.loan_parts(&[("image", image), ("depth", depth)])?;
-    /// loan.write_part(&stream, "image", &[1, 2, 3, 4, 5, 6])?; // or a kernel of yours
-    /// loan.write_part(&stream, "depth", &[0; 8])?;
-    /// loan.send(&stream)?;
-    ///
-    /// let sample = subscriber.receive(&stream, wait)?;
-    /// assert_eq!(sample.part("image")?.layout().shape(), [2, 3]);
-    /// assert_eq!(sample.part_to_vec("image", wait)?, [1, 2, 3, 4, 5, 6]);
-    /// # drop((sample, publisher, subscriber)); std::fs::remove_dir_all(folder).ok();
-    /// # Ok::<(), warpipe::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for more than
-    /// [`PARTS_MAX`](crate::PARTS_MAX) parts, names that are alike, empty or longer than
-    /// [`PART_NAME_BYTES_MAX`](crate::PART_NAME_BYTES_MAX), what has no room in the 4,096 bytes of
-    /// a sample's metadata, and more than `i64::MAX` bytes; as [`loan`](Self::loan).
-    pub fn loan_parts(&self, parts: &[(&str, Layout)]) -> Result<SampleMut> {
-        self.lend_parts(parts, None)
-    }
-
-    /// [`loan_parts`](Self::loan_parts) with `wait` in place of the loan's timeout.
-    ///
-    /// # Errors
-    /// As [`loan_parts`](Self::loan_parts).
-    pub fn loan_parts_within<'w>(
-        &self,
-        parts: &[(&str, Layout)],
-        wait: impl Into<Wait<'w>>,
-    ) -> Result<SampleMut> {
-        self.lend_parts(parts, Some(&wait.into()))
-    }
-
-    fn lend_parts(&self, parts: &[(&str, Layout)], wait: Option<&Wait<'_>>) -> Result<SampleMut> {
-        let (offsets, bytes) = parts::lay_out_parts(parts.iter().map(|(_, layout)| layout))?;
-        let mut loan = self.lend(&Layout::bytes_only(bytes)?, wait)?;
-        loan.parts = Some(Vec::with_capacity(parts.len()));
-        for ((name, layout), offset) in parts.iter().zip(offsets) {
-            loan.add_part(name, layout, loan.slot_ptr() + offset, None)?;
-        }
-        Ok(loan)
     }
 
     /// Loans, copies `bytes` in and sends, as a one-dimensional `uint8` tensor. Returns the

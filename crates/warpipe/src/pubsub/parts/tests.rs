@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::*;
 use crate::{
-    Device, Domain, Memory, PublishOptions, Publisher, PublisherOptions, Sample, Subscriber,
-    SubscriberOptions,
+    Device, Domain, Memory, PublishOptions, Publisher, PublisherOptions, Sample, Stream,
+    Subscriber, SubscriberOptions,
 };
 
 const SOON: Duration = Duration::from_secs(20);
