@@ -34,7 +34,7 @@ fn the_parts_of_a_loan_arrive_by_name_and_wrong_ones_are_refused() {
     ));
     assert_eq!((count, places[1].slot), (2, places[0].slot + 256));
     for (name, byte, bytes) in [(c"image", 1, 6), (c"depth", 2, 4)] {
-        let data = [byte; 8];
+        let data: [u8; 8] = [byte; 8];
         let (name, data) = (name.as_ptr(), data.as_ptr().cast());
         ok!(warpipe_loan_write_part(
             loan,
