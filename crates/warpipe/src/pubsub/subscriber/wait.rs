@@ -153,3 +153,9 @@ impl AsFd for Subscriber {
         self.readable.as_fd()
     }
 }
+
+impl std::os::fd::AsRawFd for Subscriber {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}

@@ -103,3 +103,9 @@ impl AsFd for Server {
         self.readable.as_fd()
     }
 }
+
+impl std::os::fd::AsRawFd for Server {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
