@@ -109,8 +109,11 @@ impl FrameParts {
     }
 }
 
+/// Tensors of other libraries, with their names.
+type Named<'py> = Vec<(String, Bound<'py, PyAny>)>;
+
 /// The named tensors of a mapping; `None` for anything else.
-pub fn items<'py>(found: &Bound<'py, PyAny>) -> PyResult<Option<Vec<(String, Bound<'py, PyAny>)>>> {
+pub fn items<'py>(found: &Bound<'py, PyAny>) -> PyResult<Option<Named<'py>>> {
     match found.cast::<PyMapping>() {
         Ok(mapping) if mapping.is_empty()? => {
             let allowed = "at least one named tensor";

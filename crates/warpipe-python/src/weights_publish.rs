@@ -192,7 +192,7 @@ pub fn _publish_weights(
         let laid = laid.iter().map(|(name, layout)| (name.as_str(), *layout));
         let mut builder = Weights::builder(&device, laid)?;
         (builder.in_place, builder.hashing) = (Some(lying.tensors), hashing);
-        builder.metadata = metadata.into();
+        builder.metadata = metadata;
         let named = aliases.into_iter();
         let named = named.map(|(name, index)| (numbers[&index], name));
         builder.aliases = named.collect();
