@@ -216,7 +216,7 @@ impl SharedWeights {
 
     fn find<R>(&self, name: &str, read: impl FnOnce(&TensorInfo) -> R) -> PyResult<R> {
         let owner = self.handle.get()?;
-        let found = weights_of(&owner).tensor(name).map(|it| read(&it.info));
+        let found = weights_of(&owner).tensor_info(name).map(read);
         found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))
     }
 }
@@ -315,7 +315,7 @@ impl SharedWeights {
         let Ok(name) = name.extract::<String>() else {
             return Ok(false);
         };
-        Ok(weights_of(&owner).tensor(&name).is_some())
+        Ok(weights_of(&owner).tensor_info(&name).is_some())
     }
 
     fn __len__(&self) -> PyResult<usize> {

@@ -193,6 +193,7 @@ impl ShareWords {
         let claim = page.word(slot(number) as usize);
         if slot(number) == 0
             || !self.is_offered(number)
+            || is_closed(page)
             || claim.is(number | CLAIMED)
             || claim.is(number)
         {

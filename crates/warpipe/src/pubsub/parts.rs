@@ -20,6 +20,11 @@ pub const PARTS_MAX: usize = 127;
 /// The longest name of a part, in bytes.
 pub const PART_NAME_BYTES_MAX: usize = 128;
 
+/// Whether a part may have this name. C names it by a text, which ends at a 0.
+pub(crate) fn is_name(name: &str) -> bool {
+    (1..=PART_NAME_BYTES_MAX).contains(&name.len()) && !name.contains('\0')
+}
+
 /// Parts in a slot begin at multiples of this: what the widest accesses of kernels want.
 const ALIGNMENT: u64 = 256;
 
@@ -188,7 +193,7 @@ pub(crate) fn read(
             None => behind(&mut end, layout.bytes()).filter(|_| end <= slot_bytes),
         };
         let is_new = parts.iter().all(|part| *part.name != *name);
-        let is_named = is_new && (1..=PART_NAME_BYTES_MAX).contains(&name.len());
+        let is_named = is_new && is_name(name);
         let (Some(offset), true) = (address, is_named && parts.len() < PARTS_MAX) else {
             return Err(wrong(format!(
                 "{layout:?} {name:?} behind {} others",

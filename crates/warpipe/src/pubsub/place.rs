@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::entry::{Violation, violation};
 use crate::backend::DevicePtr;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::legacy::{LegacyHandle, check_range};
@@ -81,7 +81,15 @@ impl<'a> Place<'a> {
                 let endpoint = EndpointName::new(name)?;
                 let ticket = Ticket::new(domain, &endpoint, kind, Some(incarnation), wanted, None)?;
                 let mapping = fetch(ticket, device, asked, doorbell)?;
-                mapping.check(name, offset, bytes)?;
+                // What the sender said is no argument of the caller's.
+                let allocation = mapping.bytes;
+                let wrong = HandleFault::Range {
+                    offset,
+                    bytes,
+                    allocation,
+                };
+                let checked = mapping.check(name, offset, bytes);
+                checked.map_err(|_| Error::handle("place of a tensor", wrong))?;
                 Ok((mapping.region().ptr() + offset, Some(mapping)))
             }
         }

@@ -305,6 +305,12 @@ impl SharedWeights {
         self.inner.held.manifest.tensors()
     }
 
+    /// The description of the tensor of this name: unlike the tensor, it keeps no address in use.
+    #[doc(hidden)] // For the Python package.
+    pub fn tensor_info(&self, name: &str) -> Option<&TensorInfo> {
+        self.inner.held.manifest.tensor(name)
+    }
+
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
         let manifest = &self.inner.held.manifest;

@@ -149,6 +149,7 @@ fn a_loan_takes_as_many_parts_as_its_metadata_has_room_for() {
         &parts[..],
         &[("", plain(&[2]))],
         &[(&longer, plain(&[2]))],
+        &[("cut\0off", plain(&[2]))],
         &twice,
         &many,
     ];
@@ -218,7 +219,7 @@ fn a_list_of_parts_that_breaks_a_rule_is_refused() {
     assert_eq!(read_back.parts[1].slot_ptr(), 4096 + 256);
     let huge = plain(&[i64::MAX as u64]);
     let too_long = "n".repeat(PART_NAME_BYTES_MAX + 1);
-    let wrong: [(&str, Vec<u8>, u64); 10] = [
+    let wrong: [(&str, Vec<u8>, u64); 11] = [
         ("a slot that is too short", good.clone(), 259),
         ("a slot that is too long", good.clone(), 261),
         ("no part", vec![0], 0),
@@ -231,6 +232,7 @@ fn a_list_of_parts_that_breaks_a_rule_is_refused() {
         ),
         ("an empty name", whole(&[("", plain(&[4]))]), 4),
         ("a long name", whole(&[(&too_long, plain(&[4]))]), 4),
+        ("a name with a 0", whole(&[("cut\0off", plain(&[4]))]), 4),
         (
             "sizes that overflow",
             whole(&[("a", huge), ("b", huge)]),

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Place;
+use crate::runtime::doorbell::LocalDoorbell;
 use crate::{
     DType, Device, Domain, Error, Layout, Memory, Policy, PublishOptions, Published, Publisher,
     PublisherOptions, Sample, Stream, Subscriber, SubscriberOptions,
@@ -251,4 +253,29 @@ fn what_a_publisher_cannot_offer_is_refused_before_anything_is_kept() {
         "{refused}"
     );
     loan.set_metadata(&[0; 3900]).unwrap();
+}
+
+/// No mistake in the receiver's arguments, which would end a server that polls its clients.
+#[test]
+fn a_place_beyond_its_memory_is_a_fault_of_its_sender() {
+    let scene = Scene::new("beyond");
+    let doorbell = Arc::new(LocalDoorbell::new().unwrap());
+    for offset in [4090, u64::MAX - 7] {
+        let place = Place::Published {
+            name: "memory",
+            incarnation: scene.published.incarnation(),
+            offset,
+        };
+        let mut asked = None;
+        let mut open = || place.open(16, (&scene.domain, &scene.device), &mut asked, &doorbell);
+        let mut opened = open();
+        eventually("the memory's owner answers", || {
+            if matches!(opened, Err(Error::Timeout { .. })) {
+                opened = open();
+            }
+            !matches!(opened, Err(Error::Timeout { .. }))
+        });
+        let refused = opened.err().expect("it is beyond the end");
+        assert!(matches!(refused, Error::Handle { .. }), "{refused}");
+    }
 }

@@ -65,6 +65,8 @@ impl Publisher {
 
     fn lend_parts(&self, parts: &[(&str, Layout)], wait: Option<&Wait<'_>>) -> Result<SampleMut> {
         let (offsets, bytes) = parts::lay_out_parts(parts.iter().map(|(_, layout)| layout))?;
+        // Parts in place may follow, whose owners are kept.
+        self.core.drop_free_owners();
         let mut loan = self.lend(&Layout::bytes_only(bytes)?, wait)?;
         loan.parts = Some(Vec::with_capacity(parts.len()));
         for ((name, layout), offset) in parts.iter().zip(offsets) {
@@ -113,8 +115,8 @@ impl SampleMut {
                 "one of `loan_parts`",
             ));
         };
-        if !(1..=PART_NAME_BYTES_MAX).contains(&name.len()) {
-            let allowed = format!("1 to {PART_NAME_BYTES_MAX} bytes");
+        if !parts::is_name(name) {
+            let allowed = format!("1 to {PART_NAME_BYTES_MAX} bytes, none of them 0");
             return Err(Error::argument("part", format!("{name:?}"), allowed));
         }
         if parts.iter().any(|part| part.name() == name) || parts.len() >= PARTS_MAX {

@@ -26,8 +26,9 @@ use crate::shm::segment::DEPTH_MAX;
 use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
-/// How much memory of samples that are not in their slots is kept open for later ones.
-const OPEN_MAX: usize = 8;
+/// How much memory of samples that are not in their slots is kept open for later ones, at least; as
+/// much as one sample has had, if that is more.
+const OPEN_MIN: usize = 8;
 
 /// How long a sample's region may take to arrive behind the sample itself, while this process runs.
 const REGION_TIMEOUT: Duration = Duration::from_secs(2);
@@ -62,6 +63,7 @@ pub(crate) struct LinkReceiver {
     /// The memory that samples were opened in last, which the next ones mostly lie in: the driver
     /// takes long to open memory.
     open: VecDeque<OpenMemory>,
+    open_max: usize,
     /// The subscriber's row of this process's statistics page.
     row: Arc<EndpointRow>,
 }
@@ -117,6 +119,7 @@ impl LinkReceiver {
             asked: None,
             opened: Vec::new(),
             open: VecDeque::new(),
+            open_max: OPEN_MIN,
             row,
         }
     }
@@ -245,7 +248,8 @@ impl LinkReceiver {
             None => self.link.hold(memory)?,
         };
         self.open.push_back(memory.clone());
-        if self.open.len() > OPEN_MAX {
+        self.open_max = self.open_max.max(self.opened.len() + 1);
+        if self.open.len() > self.open_max {
             self.open.pop_front();
         }
         Ok(memory)
