@@ -275,7 +275,9 @@ fn a_place_beyond_its_memory_is_a_fault_of_its_sender() {
             }
             !matches!(opened, Err(Error::Timeout { .. }))
         });
-        let refused = opened.err().expect("it is beyond the end");
+        let Err(refused) = opened else {
+            panic!("it is beyond the end");
+        };
         assert!(matches!(refused, Error::Handle { .. }), "{refused}");
     }
 }
