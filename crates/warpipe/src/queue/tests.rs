@@ -12,6 +12,7 @@ use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::{Queue, QueueOptions, Worker, WorkerOptions};
 use crate::device::Device;
 use crate::error::{Error, JobEnd, LimitFault, Result};
+use crate::hostile::alone;
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::memory::arena::SLOTS_MAX;
@@ -798,27 +799,31 @@ fn workers_ring_while_a_wait_asks_whether_it_is_cancelled() {
     assert_eq!(queue.dispatcher.lock().waiters.polling, 0);
 }
 
-/// The thread that reads the announcement is in a call of the driver, as long as that takes.
+/// The thread that reads the announcement is in a call of the driver, as long as that takes. All
+/// tests of a process have that thread.
 #[test]
 fn a_job_in_memory_whose_announcement_is_not_read_yet_is_waited_for() {
-    let fixture = QueueFixture::new();
-    let (queue, mut worker) = (fixture.queue(), fixture.worker());
-    queue.wait_for_workers(1, SOON).unwrap();
-    let (begin, begun) = std::sync::mpsc::channel();
-    let (go, held) = std::sync::mpsc::channel::<()>();
-    let task = move || {
-        begin.send(()).unwrap();
-        let _ = held.recv();
-    };
-    let reactor = Reactor::of_process().unwrap();
-    reactor.run_on_control_thread(Box::new(task));
-    begun.recv().unwrap();
-    let input = queue.loan(&Layout::bytes_only(1 << 20).unwrap()).unwrap();
-    let job = queue.submit(input, &fixture.stream).unwrap();
-    let early = worker.lease(&fixture.stream, Duration::from_secs(5));
-    assert!(matches!(early, Err(Error::Timeout { .. })), "{early:?}");
-    drop(go);
-    let lease = worker.lease(&fixture.stream, SOON).unwrap();
-    lease.complete(&fixture.stream).unwrap();
-    drop(job.wait(&fixture.stream, SOON).unwrap());
+    let test = "a_job_in_memory_whose_announcement_is_not_read_yet_is_waited_for";
+    alone(module_path!(), test, || {
+        let fixture = QueueFixture::new();
+        let (queue, mut worker) = (fixture.queue(), fixture.worker());
+        queue.wait_for_workers(1, SOON).unwrap();
+        let (begin, begun) = std::sync::mpsc::channel();
+        let (go, held) = std::sync::mpsc::channel::<()>();
+        let task = move || {
+            begin.send(()).unwrap();
+            let _ = held.recv();
+        };
+        let reactor = Reactor::of_process().unwrap();
+        reactor.run_on_control_thread(Box::new(task));
+        begun.recv().unwrap();
+        let input = queue.loan(&Layout::bytes_only(1 << 20).unwrap()).unwrap();
+        let job = queue.submit(input, &fixture.stream).unwrap();
+        let early = worker.lease(&fixture.stream, Duration::from_secs(5));
+        assert!(matches!(early, Err(Error::Timeout { .. })), "{early:?}");
+        drop(go);
+        let lease = worker.lease(&fixture.stream, SOON).unwrap();
+        lease.complete(&fixture.stream).unwrap();
+        drop(job.wait(&fixture.stream, SOON).unwrap());
+    });
 }
