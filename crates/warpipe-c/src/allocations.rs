@@ -1,5 +1,5 @@
 //! Memory that other code of this process has allocated, shared with other processes. **This module
-//! is marked for unsafe**: it shares memory whose owner the caller names.
+//! is marked for unsafe**: it shares memory that the caller owns.
 
 use std::ffi::{c_char, c_void};
 
@@ -33,7 +33,7 @@ unsafe impl Send for Owner {}
 impl Drop for Owner {
     fn drop(&mut self) {
         if let Some(release) = self.release {
-            // SAFETY: the function and its context are of one call, whose caller promised that
+            // SAFETY: the function and its context are of one call, and its caller promised that
             // they stay callable until here.
             unsafe { release(self.context) }
         }

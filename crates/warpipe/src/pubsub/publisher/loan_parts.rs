@@ -65,7 +65,7 @@ impl Publisher {
 
     fn lend_parts(&self, parts: &[(&str, Layout)], wait: Option<&Wait<'_>>) -> Result<SampleMut> {
         let (offsets, bytes) = parts::lay_out_parts(parts.iter().map(|(_, layout)| layout))?;
-        // Parts in place may follow, whose owners are kept.
+        // Parts in place may follow, and each keeps an owner.
         self.core.drop_free_owners();
         let mut loan = self.lend(&Layout::bytes_only(bytes)?, wait)?;
         loan.parts = Some(Vec::with_capacity(parts.len()));

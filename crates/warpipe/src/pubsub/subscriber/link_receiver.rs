@@ -63,6 +63,7 @@ pub(crate) struct LinkReceiver {
     /// The memory that samples were opened in last, which the next ones mostly lie in: the driver
     /// takes long to open memory.
     open: VecDeque<OpenMemory>,
+    /// The most of it: what one sample has had.
     open_max: usize,
     /// The subscriber's row of this process's statistics page.
     row: Arc<EndpointRow>,
