@@ -59,7 +59,7 @@ pub enum Command {
 ///
 /// Starts one publisher and several subscribers, each a process of its own, in a temporary domain.
 /// The demo has four parts:
-/// 1. It measures one hand-over with one tensor in flight.
+/// 1. It measures the hand-over of a small tensor with one in flight.
 /// 2. It measures how much data per second all subscribers see; each word is checked on the device.
 /// 3. It kills a subscriber that holds samples, and starts a new one in its place.
 /// 4. It kills the publisher in the middle of a write, and starts a new one in its place.
@@ -90,8 +90,8 @@ pub struct DemoArgs {
     #[arg(long, hide = true)]
     pub idle: bool,
     /// Makes a fault, for the test that the demo reports it
-    #[arg(long, hide = true)]
-    pub plant: Option<demo::Plant>,
+    #[arg(long, hide = true, value_parser = demo::PLANTS)]
+    pub plant: Option<String>,
 }
 
 /// Publishes files as tensors, one sample for each file
