@@ -28,12 +28,19 @@ pub struct ChosenDevice {
 }
 
 impl ChosenDevice {
+    /// A line for people: that `name` uses the device, and why.
+    pub(crate) fn title(&self, name: &str) -> String {
+        styled(
+            Style::Bold,
+            &format!("{name} on {} ({})", self.device, self.why),
+        )
+    }
+
     /// Says that the endpoint `name` is used on the device.
     pub(crate) fn announce(&self, name: &str, output: Output) -> std::io::Result<()> {
         let (device, why) = (self.device.to_string(), &self.why);
-        let text = || styled(Style::Bold, &format!("{name} on {device} ({why})"));
         let listening = json!({ "event": "listening", "name": name, "device": device, "why": why });
-        output.say(text, &listening)
+        output.say(|| self.title(name), &listening)
     }
 }
 

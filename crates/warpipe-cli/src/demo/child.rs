@@ -1,5 +1,5 @@
 //! What the demo's publisher and subscribers have in common: orders, one a line of standard input,
-//! and events on standard output.
+//! and facts on standard output.
 
 use std::sync::mpsc::{Receiver, channel};
 
@@ -55,6 +55,6 @@ impl Child {
 }
 
 /// Reports to the parent.
-pub fn tell(event: impl Serialize) -> anyhow::Result<()> {
-    Ok(Output::new(true).json_only(&event)?)
+pub fn tell(facts: impl Serialize) -> anyhow::Result<()> {
+    Ok(Output::new(true).json_only(&facts)?)
 }

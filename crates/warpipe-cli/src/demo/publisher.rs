@@ -32,7 +32,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     };
     let publisher = Publisher::new(ENDPOINT, options)?;
     publisher.wait_for_subscribers(args.subscribers, PATIENCE)?;
-    tell(json!({ "event": "ready" }))?;
+    tell(json!({ "ready": 1 }))?;
     let mut publishing = Publishing {
         publisher: Arc::new(publisher),
         stream: child.device.stream()?,
@@ -87,7 +87,7 @@ impl Publishing<'_> {
 
     /// Fills and sends an item. The pattern depends on its number, which goes along as metadata.
     fn publish(&mut self, bytes: u64) -> anyhow::Result<()> {
-        let sample = self.loan(bytes, false)?;
+        let sample = self.loan(bytes)?;
         let is_wrong = self.number == 3 && self.has_plant("wrong-word");
         let seed = if is_wrong { 0 } else { self.number };
         // SAFETY: the slot is this sample's until it is sent, and what is sent is ordered behind
@@ -97,12 +97,12 @@ impl Publishing<'_> {
         Ok(())
     }
 
-    /// A slot for the next item, with its number, the time, and whether it will not be completed.
-    fn loan(&mut self, bytes: u64, is_unfinished: bool) -> anyhow::Result<SampleMut> {
+    /// A slot for the next item, with its number and the time.
+    fn loan(&mut self, bytes: u64) -> anyhow::Result<SampleMut> {
         let mut sample = self.publisher.loan(&Layout::bytes_only(bytes)?)?;
         let is_left_out = self.number == WARM_UP + MEASURED && self.has_plant("gap");
         self.number += 1 + u64::from(is_left_out);
-        let words = [self.number, clock::now_ns(), u64::from(is_unfinished)];
+        let words = [self.number, clock::now_ns()];
         sample.set_metadata(words.map(u64::to_le_bytes).as_flattened())?;
         Ok(sample)
     }
@@ -117,11 +117,11 @@ impl Publishing<'_> {
             until(&publisher, |all| {
                 all.iter().filter(is_there).count() < subscribers
             });
-            tell(json!({ "event": "gone", "at_ns": clock::now_ns() }))?;
+            tell(json!({ "gone_ns": clock::now_ns() }))?;
             until(&publisher, |all| {
                 all.iter().all(|it| is_there(&it) || it.in_flight == 0)
             });
-            tell(json!({ "event": "released", "at_ns": clock::now_ns() }))
+            tell(json!({ "released_ns": clock::now_ns() }))
         });
     }
 
@@ -130,7 +130,7 @@ impl Publishing<'_> {
         self.stream.synchronize(PATIENCE)?;
         let complete = self.number + u64::from(self.has_plant("lost"));
         if in_a_write {
-            let sample = self.loan(self.args.item_bytes, true)?;
+            let sample = self.loan(self.args.item_bytes)?;
             let half = self.args.item_bytes / 16;
             // SAFETY: as in `publish`.
             unsafe { warpipe_kernels::fill(&self.stream, sample.ptr(), half, self.number) }?;
@@ -139,7 +139,7 @@ impl Publishing<'_> {
             sample.send(&self.stream).map_err(Error::from)?;
         }
         let writing = in_a_write.then_some(self.number);
-        tell(json!({ "event": "stopped", "complete": complete, "writing": writing }))
+        tell(json!({ "complete": complete, "writing": writing }))
     }
 
     fn has_plant(&self, plant: &str) -> bool {

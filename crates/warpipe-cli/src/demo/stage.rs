@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use warpipe::{DeviceKind, clock};
 
 use super::PATIENCE;
@@ -24,6 +24,8 @@ use crate::process;
 /// The time limit of processes that were ordered to end.
 const END_PATIENCE: Duration = Duration::from_secs(15);
 
+type Facts = Map<String, Value>;
+
 /// Which process, in the order of their starts.
 pub type Id = usize;
 
@@ -31,8 +33,8 @@ struct Process {
     role: String,
     child: Child,
     orders: Option<ChildStdin>,
-    /// Its last event of each name.
-    said: Value,
+    /// What it has reported: facts by their names, each as it was said last.
+    facts: Facts,
     is_killed: bool,
     has_ended: bool,
 }
@@ -49,13 +51,16 @@ pub struct Stage<'a> {
     pub args: &'a DemoArgs,
     pub chosen: &'a ChosenDevice,
     pub is_mps: bool,
-    output: Output,
+    pub output: Output,
     interrupt: &'a Interrupt,
     pub domain: PathBuf,
     processes: Vec<Process>,
-    /// Events of all processes; of one that has ended, none.
-    events: Receiver<(Id, Option<Value>)>,
-    sender: Sender<(Id, Option<Value>)>,
+    /// The publisher and the subscribers that are now.
+    pub publisher: Id,
+    pub subscribers: Vec<Id>,
+    /// What all processes report; none from one that has ended.
+    reports: Receiver<(Id, Option<Facts>)>,
+    sender: Sender<(Id, Option<Facts>)>,
     /// When the last kill was, in nanoseconds of `CLOCK_MONOTONIC`.
     killed_ns: u64,
     claims: Vec<Value>,
@@ -72,7 +77,7 @@ impl<'a> Stage<'a> {
         interrupt: &'a Interrupt,
         folder: &Path,
     ) -> Stage<'a> {
-        let (sender, events) = channel();
+        let (sender, reports) = channel();
         Stage {
             args,
             chosen,
@@ -81,7 +86,9 @@ impl<'a> Stage<'a> {
             interrupt,
             domain: folder.join("domain"),
             processes: Vec::new(),
-            events,
+            publisher: 0,
+            subscribers: Vec::new(),
+            reports,
             sender,
             killed_ns: 0,
             claims: Vec::new(),
@@ -101,8 +108,22 @@ impl<'a> Stage<'a> {
         !self.is_mps && !self.args.idle
     }
 
+    /// Starts a publisher, which waits for all subscribers.
+    pub fn start_publisher(&mut self) -> anyhow::Result<()> {
+        self.publisher = self.start("demo-publisher", "publisher")?;
+        Ok(())
+    }
+
+    /// Starts one more subscriber.
+    pub fn start_subscriber(&mut self) -> anyhow::Result<()> {
+        let role = format!("subscriber {}", self.subscribers.len() + 1);
+        let id = self.start("demo-subscriber", &role)?;
+        self.subscribers.push(id);
+        Ok(())
+    }
+
     /// Starts this program again, in the demo's domain.
-    pub fn start(&mut self, command: &str, role: &str) -> anyhow::Result<Id> {
+    fn start(&mut self, command: &str, role: &str) -> anyhow::Result<Id> {
         let mut child = process::child_of_this(command)
             .arg(format!("--device={}", DeviceArg::of(&self.chosen.device)))
             .arg(format!("--subscribers={}", self.args.subscribers))
@@ -120,18 +141,16 @@ impl<'a> Stage<'a> {
             role: role.to_owned(),
             child,
             orders,
-            said: json!({}),
+            facts: Facts::new(),
             is_killed: false,
             has_ended: false,
         });
-        let thread = std::thread::Builder::new().name("demo-events".into());
+        let thread = std::thread::Builder::new().name("demo-reports".into());
         thread.spawn(move || {
             let lines = out.into_iter().flat_map(|out| BufReader::new(out).lines());
-            let events = lines.map_while(|line| serde_json::from_str(&line.ok()?).ok());
-            events
-                .map(Some)
-                .chain([None])
-                .try_for_each(|event| sender.send((id, event)))
+            let reports = lines.map_while(|line| serde_json::from_str(&line.ok()?).ok());
+            let mut reports = reports.map(Some).chain([None]);
+            reports.try_for_each(|report| sender.send((id, report)))
         })?;
         let started = json!({ "event": "started", "role": role, "pid": pid });
         self.output.json_only(&started)?;
@@ -177,59 +196,60 @@ impl<'a> Stage<'a> {
         Ok(())
     }
 
-    /// The last event of this name of a process; null without one.
-    pub fn said(&self, id: Id, event: &str) -> &Value {
-        &self.processes[id].said[event]
+    /// A fact that a process has reported; null before.
+    pub fn said(&self, id: Id, fact: &str) -> &Value {
+        self.processes[id].facts.get(fact).unwrap_or(&Value::Null)
     }
 
-    /// Waits until a process has an event of this name.
+    /// As [`said`](Self::said), for a number; 0 before.
+    pub fn number(&self, id: Id, fact: &str) -> u64 {
+        self.said(id, fact).as_u64().unwrap_or(0)
+    }
+
+    /// Waits until a process has reported a number other than 0.
     ///
     /// # Errors
     /// A process that ends meanwhile, an interrupt, or nothing within all patience.
-    pub fn wait(&mut self, id: Id, event: &str) -> anyhow::Result<Value> {
-        self.wait_for(id, event, |_| true)
+    pub fn wait(&mut self, id: Id, fact: &str) -> anyhow::Result<u64> {
+        self.wait_until(id, fact, |number| number > 0)
     }
 
-    /// As [`wait`](Self::wait): when that was.
-    pub fn time_of(&mut self, id: Id, event: &str) -> anyhow::Result<u64> {
-        Ok(number(&self.wait(id, event)?, "at_ns"))
+    /// As [`wait`](Self::wait), for a time, with a line about it. How many milliseconds it was
+    /// after the kill.
+    pub fn wait_ms(&mut self, id: Id, fact: &str, text: &str) -> anyhow::Result<f64> {
+        let at_ns = self.wait(id, fact)?;
+        self.moment(at_ns, text)
     }
 
-    /// As [`wait`](Self::wait), for an event that `is_it` accepts.
-    pub fn wait_for(
+    /// As [`wait`](Self::wait), for a number that `is_it` accepts.
+    pub fn wait_until(
         &mut self,
         id: Id,
-        event: &str,
-        is_it: impl Fn(&Value) -> bool,
-    ) -> anyhow::Result<Value> {
+        fact: &str,
+        is_it: impl Fn(u64) -> bool,
+    ) -> anyhow::Result<u64> {
         let deadline = Instant::now() + 2 * PATIENCE + self.args.seconds;
-        loop {
-            let said = self.said(id, event);
-            if !said.is_null() && is_it(said) {
-                return Ok(said.clone());
-            }
+        while !is_it(self.number(id, fact)) {
             if self.interrupt.came() {
                 return Err(io::Error::from(io::ErrorKind::Interrupted).into());
             }
             let (role, is_late) = (&self.processes[id].role, Instant::now() > deadline);
-            ensure!(!is_late, "{role} did not say {event:?} in time");
-            if let Some(process) = self.take_event().map(|id| &mut self.processes[id])
-                && process.has_ended
-                && !process.is_killed
-            {
+            ensure!(!is_late, "{role} did not say {fact} in time");
+            let ended = self.take_report().map(|id| &mut self.processes[id]);
+            if let Some(process) = ended.filter(|it| it.has_ended && !it.is_killed) {
                 let status = process::end(&mut process.child, END_PATIENCE)?;
                 bail!(process.how_it_ended(status));
             }
         }
+        Ok(self.number(id, fact))
     }
 
-    /// Waits a while for an event of any process, and says of which.
-    fn take_event(&mut self) -> Option<Id> {
-        let (id, event) = self.events.recv_timeout(LOOK).ok()?;
-        let process = &mut self.processes[id];
-        match event {
-            Some(event) => process.said[event["event"].as_str()?] = event.clone(),
-            None => process.has_ended = true,
+    /// Waits a while for a report of any process, and says of which.
+    fn take_report(&mut self) -> Option<Id> {
+        let (id, report) = self.reports.recv_timeout(LOOK).ok()?;
+        match report {
+            Some(facts) => self.processes[id].facts.extend(facts),
+            None => self.processes[id].has_ended = true,
         }
         Some(id)
     }
@@ -237,7 +257,7 @@ impl<'a> Stage<'a> {
     /// The sum of a count over all subscribers that there were.
     pub fn total(&self, count: &str) -> u64 {
         let ids = 0..self.processes.len();
-        ids.map(|id| number(self.said(id, "counts"), count)).sum()
+        ids.map(|id| self.number(id, count)).sum()
     }
 
     /// Records a claim, and `detail` for the case that it does not hold.
@@ -251,14 +271,9 @@ impl<'a> Stage<'a> {
         Ok(self.output.human(|| text.to_string())?)
     }
 
-    /// An event for programs.
-    pub fn tell(&self, event: &Value) -> anyhow::Result<()> {
-        Ok(self.output.json_only(event)?)
-    }
-
     /// The figures of a part, for programs.
     pub fn figures(&mut self, figures: Value) -> anyhow::Result<()> {
-        self.tell(&figures)?;
+        self.output.json_only(&figures)?;
         self.result[figures["event"].as_str().unwrap_or_default()] = figures.clone();
         Ok(())
     }
@@ -271,17 +286,16 @@ impl<'a> Stage<'a> {
         for process in &mut self.processes {
             process.orders = None;
         }
-        let deadline = Instant::now() + END_PATIENCE;
-        while self.processes.iter().any(|it| !it.has_ended) && Instant::now() < deadline {
-            self.take_event();
-        }
         for process in &mut self.processes {
-            let status = process::end(&mut process.child, LOOK)?;
+            let status = process::end(&mut process.child, END_PATIENCE)?;
             let is_due = match process.is_killed {
                 true => status.signal() == Some(9),
                 false => status.success(),
             };
             ensure!(is_due, process.how_it_ended(status));
+        }
+        while self.processes.iter().any(|process| !process.has_ended) {
+            self.take_report();
         }
         Ok(())
     }
@@ -330,9 +344,8 @@ impl<'a> Stage<'a> {
             let done =
                 format!("{verified} items verified, every word right, two processes killed,");
             let left = "nothing lost that was complete, nothing left over";
-            let taken = format!("{} in all", duration(self.started.elapsed()));
             lines.extend([&done, left].map(|text| styled(Style::Green, text)));
-            lines.push(styled(Style::Dim, &taken));
+            lines.push(format!("{} in all", duration(self.started.elapsed())));
         }
         format!("\n{}", lines.join("\n"))
     }
@@ -345,9 +358,4 @@ impl Drop for Stage<'_> {
             let _ = process.child.wait();
         }
     }
-}
-
-/// A number of an event; 0 if it has none of this name.
-pub fn number(event: &Value, name: &str) -> u64 {
-    event[name].as_u64().unwrap_or(0)
 }

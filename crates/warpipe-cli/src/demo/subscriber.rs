@@ -28,30 +28,27 @@ const DONE: usize = 0;
 const REPORT_EVERY: Duration = Duration::from_millis(20);
 /// How long an item, or a check, is waited for before a look at all else.
 const LOOK_EVERY: Duration = Duration::from_micros(500);
+
 /// In the child.
 pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
-    let Child {
-        device,
-        domain,
-        orders,
-    } = Child::begin(args)?;
+    let child = Child::begin(args)?;
     let options = SubscriberOptions {
         reconnect: true,
-        ..SubscriberOptions::at(&domain, &device)
+        ..SubscriberOptions::at(&child.domain, &child.device)
     };
     let subscriber = Subscriber::wait_for(ENDPOINT, options, PATIENCE)?;
-    tell(json!({ "event": "ready" }))?;
+    tell(json!({ "ready": 1 }))?;
     let mut subscribing = Subscribing {
         publisher: subscriber.publisher().map(|it| it.pid),
         subscriber,
-        stream: device.stream()?,
-        page: Box::leak(Box::new(RegisteredPage::new(&device)?)),
+        stream: child.device.stream()?,
+        page: Box::leak(Box::new(RegisteredPage::new(&child.device)?)),
         turn: 0,
         checks: VecDeque::new(),
-        counts: Counts::default(),
+        facts: Facts::default(),
         latencies: Vec::new(),
     };
-    subscribing.follow(&orders)?;
+    subscribing.follow(&child.orders)?;
     Ok(Exit::Done)
 }
 
@@ -66,7 +63,7 @@ struct Subscribing {
     turn: u64,
     /// Checks enqueued and not concluded.
     checks: VecDeque<Check>,
-    counts: Counts,
+    facts: Facts,
     /// Of the measured items, in nanoseconds.
     latencies: Vec<u64>,
 }
@@ -91,24 +88,19 @@ impl Subscribing {
                 Err(TryRecvError::Disconnected) => break,
                 Err(TryRecvError::Empty) => {}
             }
-            let sample = self.receive()?;
-            let limit = if sample.is_some() {
-                Duration::ZERO
-            } else {
-                LOOK_EVERY
-            };
-            if let Some(sample) = sample {
-                self.enqueue_check(sample)?;
+            match self.receive()? {
+                Some(sample) => self.enqueue_check(sample)?,
+                None => self.conclude(LOOK_EVERY)?,
             }
-            self.look_at_publisher()?;
-            self.conclude(limit)?;
+            self.look_at_publisher();
+            self.conclude(Duration::ZERO)?;
             if reported.elapsed() >= REPORT_EVERY {
                 reported = Instant::now();
-                tell(&self.counts)?;
+                tell(&self.facts)?;
             }
         }
         self.conclude(PATIENCE)?;
-        tell(&self.counts)
+        tell(&self.facts)
     }
 
     /// The next item, if one comes; waits for it only if there is nothing else to wait for.
@@ -134,7 +126,7 @@ impl Subscribing {
             true => warpipe_kernels::spin(&self.stream, WORK)?,
             false => self.stream.synchronize(PATIENCE)?,
         }
-        tell(json!({ "event": "held", "numbers": numbers }))?;
+        tell(json!({ "holds": HELD, "held": numbers }))?;
         loop {
             std::thread::park();
         }
@@ -142,7 +134,8 @@ impl Subscribing {
 
     /// Enqueues the check, behind it its word, and behind both the release.
     fn enqueue_check(&mut self, sample: Sample) -> anyhow::Result<()> {
-        let [number, sent_ns, is_unfinished] = words(&sample)?;
+        let [number, sent_ns] = words(&sample)?;
+        self.facts.taken = number;
         self.turn += 1;
         let (turn, page, stream) = (self.turn, self.page, &self.stream);
         page.word(wrong_words(turn)).store(0);
@@ -163,20 +156,16 @@ impl Subscribing {
             turn,
             before: previous.filter(|it| !it.graceful).map(|it| it.pid),
         });
-        match is_unfinished {
-            0 => Ok(()),
-            _ => tell(json!({ "event": "waiting" })),
-        }
+        Ok(())
     }
 
-    /// Reports that the link has ended, or leads to the next publisher.
-    fn look_at_publisher(&mut self) -> anyhow::Result<()> {
+    /// Notes that the link has ended, or leads to the next publisher.
+    fn look_at_publisher(&mut self) {
         let now = self.subscriber.publisher().map(|it| it.pid);
         if self.publisher != now && self.publisher.is_some() {
-            tell(json!({ "event": "gone", "at_ns": clock::now_ns() }))?;
+            self.facts.gone_ns = clock::now_ns();
         }
         self.publisher = now;
-        Ok(())
     }
 
     /// Counts the items that the device has checked; each check is waited for so long.
@@ -195,48 +184,38 @@ impl Subscribing {
     }
 
     fn count(&mut self, check: Check, at_ns: u64) -> anyhow::Result<()> {
-        let Check { number, before, .. } = check;
-        let last = before.map(|_| self.counts.begin_anew());
+        let number = check.number;
+        if let Some(before) = check.before {
+            self.facts.begin_anew(before);
+        }
         match check.receipt.wait(PATIENCE) {
             Ok(()) => {
                 let wrong = self.page.word(wrong_words(check.turn)).load();
-                if self.counts.verify(number, wrong, at_ns) {
-                    tell(json!({
-                        "event": "first", "number": number, "at_ns": at_ns, "before": before,
-                        "last": last,
-                    }))?;
-                }
-                self.measure(number, at_ns.saturating_sub(check.sent_ns))
+                self.measure(number, at_ns.saturating_sub(check.sent_ns));
+                self.facts.verify(number, wrong, at_ns);
             }
-            Err(Error::Lost(Loss::Sample { .. })) => {
-                self.counts.lose(number);
-                tell(json!({ "event": "lost", "number": number, "at_ns": at_ns }))
-            }
-            Err(error) => Err(error).with_context(|| format!("item {number}")),
+            Err(Error::Lost(Loss::Sample { .. })) => self.facts.lose(number, at_ns),
+            Err(error) => return Err(error).with_context(|| format!("item {number}")),
         }
+        Ok(())
     }
 
-    /// Takes in the latency of an item, and reports all after the last that is measured.
-    fn measure(&mut self, number: u64, latency_ns: u64) -> anyhow::Result<()> {
-        if self.latencies.len() == MEASURED as usize {
-            return Ok(());
+    /// Takes in the latency of an item, if it is one that is measured.
+    fn measure(&mut self, number: u64, latency_ns: u64) {
+        if number > WARM_UP && self.latencies.len() < MEASURED as usize {
+            self.latencies.push(latency_ns);
+            self.latencies.sort_unstable();
+            let count = self.latencies.len();
+            let ns = |percent| self.latencies[count * percent / 100];
+            (self.facts.p50_ns, self.facts.p99_ns) = (ns(50), ns(99));
         }
-        self.latencies
-            .extend((number > WARM_UP).then_some(latency_ns));
-        if number < WARM_UP + MEASURED {
-            return Ok(());
-        }
-        self.latencies.sort_unstable();
-        let us = |percent| self.latencies[self.latencies.len() * percent / 100] as f64 / 1e3;
-        tell(json!({ "event": "latency", "p50_us": us(50), "p99_us": us(99) }))
     }
 }
 
-/// What a publisher's item says of itself: its number, when it was sent, and whether it is one that
-/// the publisher will not complete.
-fn words(sample: &Sample) -> anyhow::Result<[u64; 3]> {
+/// What a publisher's item says of itself: its number, and when it was sent.
+fn words(sample: &Sample) -> anyhow::Result<[u64; 2]> {
     let (words, _) = sample.metadata().as_chunks();
-    let words = <[[u8; 8]; 3]>::try_from(words).context("an item came without its number")?;
+    let words = <[[u8; 8]; 2]>::try_from(words).context("an item came without its number")?;
     Ok(words.map(u64::from_le_bytes))
 }
 
@@ -246,10 +225,9 @@ fn wrong_words(turn: u64) -> usize {
     1 + turn as usize % CHECKS_MAX
 }
 
-/// Counts over all publishers that were followed, and order.
+/// What is reported: counts over all publishers that were followed, and what was seen.
 #[derive(Debug, Default, Serialize)]
-#[serde(tag = "event", rename = "counts")]
-struct Counts {
+struct Facts {
     verified: u64,
     wrong: u64,
     gaps: u64,
@@ -257,32 +235,49 @@ struct Counts {
     /// The number that comes next; none before the first item of a publisher.
     #[serde(skip)]
     next: Option<u64>,
-    /// The last item of this publisher that was verified, and when.
+    /// The first and the last item of this publisher that were verified, and when.
+    first: u64,
+    first_ns: u64,
     last: u64,
     last_ns: u64,
+    /// The publisher before, which has died, and the last item of it.
+    before: Option<i32>,
+    last_before: u64,
+    /// When the publisher was seen to be gone.
+    gone_ns: u64,
+    /// The last item that was lost, and when.
+    lost_item: u64,
+    lost_ns: u64,
+    /// The last item that was received; its check may wait.
+    taken: u64,
+    p50_ns: u64,
+    p99_ns: u64,
 }
 
-impl Counts {
-    /// At another publisher's first item. The last item of the one before.
-    fn begin_anew(&mut self) -> u64 {
-        self.next = None;
-        std::mem::take(&mut self.last)
+impl Facts {
+    /// At another publisher's first item.
+    fn begin_anew(&mut self, before: i32) {
+        (self.before, self.last_before) = (Some(before), self.last);
+        (self.first, self.last, self.next) = (0, 0, None);
     }
 
-    /// Takes in a complete item. Whether it is the first of its publisher that is right.
-    fn verify(&mut self, number: u64, wrong: u64, at_ns: u64) -> bool {
+    /// Takes in a complete item.
+    fn verify(&mut self, number: u64, wrong: u64, at_ns: u64) {
         self.follow(number);
         if wrong > 0 {
             self.wrong += 1;
-            return false;
+            return;
         }
+        if self.first == 0 {
+            (self.first, self.first_ns) = (number, at_ns);
+        }
+        (self.last, self.last_ns) = (number, at_ns);
         self.verified += 1;
-        self.last_ns = at_ns;
-        std::mem::replace(&mut self.last, number) == 0
     }
 
-    fn lose(&mut self, number: u64) {
+    fn lose(&mut self, number: u64, at_ns: u64) {
         self.lost += 1;
+        (self.lost_item, self.lost_ns) = (number, at_ns);
         self.follow(number);
     }
 
@@ -298,23 +293,25 @@ mod tests {
 
     #[test]
     fn items_that_are_wrong_missing_or_lost_are_told_apart() {
-        let mut counts = Counts::default();
-        assert!(counts.verify(5, 0, 100), "the first of its publisher");
-        assert!(!counts.verify(6, 0, 200), "the first is reported once");
-        assert!(!counts.verify(7, 3, 300), "three words are wrong");
-        assert!(!counts.verify(9, 0, 450), "8 is missing");
-        counts.lose(10);
-        let Counts {
-            verified,
-            wrong,
-            gaps,
-            lost,
-            last_ns,
-            ..
-        } = counts;
-        assert_eq!((verified, wrong, gaps, lost, last_ns), (3, 1, 1, 1, 450));
-        assert_eq!(counts.begin_anew(), 9);
-        assert!(counts.verify(1, 0, 500), "another publisher begins anew");
-        assert_eq!(counts.gaps, 1);
+        let mut counts = Facts::default();
+        for (number, wrong, at_ns) in [(5, 0, 100), (6, 0, 200), (7, 3, 300), (9, 0, 450)] {
+            counts.verify(number, wrong, at_ns);
+        }
+        counts.lose(10, 460);
+        let all = (counts.verified, counts.wrong, counts.gaps, counts.lost);
+        assert_eq!(all, (3, 1, 1, 1), "7 is wrong, 8 missing, 10 lost");
+        assert_eq!(
+            (counts.first, counts.first_ns, counts.last_ns),
+            (5, 100, 450)
+        );
+        counts.begin_anew(4711);
+        counts.verify(1, 0, 500);
+        let anew = (
+            counts.last_before,
+            counts.first,
+            counts.first_ns,
+            counts.gaps,
+        );
+        assert_eq!(anew, (9, 1, 500, 1), "another publisher begins anew");
     }
 }
