@@ -10,7 +10,8 @@ use warpipe::Wait;
 
 use crate::closeable::{Closeable, Named};
 use crate::detached::call;
-use crate::domain::place;
+use crate::device::Device;
+use crate::domain::{Domain, place};
 use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::LibraryHeld;
@@ -19,7 +20,7 @@ use crate::process::Home;
 use crate::stream::Consumer;
 use crate::torch_allocator;
 use crate::view::View;
-use crate::wait::{seconds, waiting};
+use crate::wait::{Given, Limit, waiting};
 
 /// Shares memory that other libraries allocate in this process, for ``warpipe.torch``.
 #[pyclass(frozen, extends = Named, module = "warpipe._warpipe", name = "_AllocationServer")]
@@ -34,8 +35,8 @@ impl AllocationServer {
     fn new(
         py: Python<'_>,
         name: &str,
-        device: &Bound<'_, PyAny>,
-        domain: Option<&Bound<'_, PyAny>>,
+        device: Device,
+        domain: Option<Domain>,
     ) -> PyResult<PyClassInitializer<AllocationServer>> {
         let (domain, device) = place(domain, Some(device))?;
         let build = || {
@@ -62,7 +63,7 @@ impl AllocationServer {
         address: u64,
         nbytes: u64,
         owner: Py<PyAny>,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: Given<'_, '_>,
     ) -> PyResult<u64> {
         let server = self.handle.get()?;
         let stream = match stream {
@@ -133,8 +134,8 @@ impl AllocationClient {
     fn new(
         py: Python<'_>,
         name: &str,
-        device: &Bound<'_, PyAny>,
-        domain: Option<&Bound<'_, PyAny>>,
+        device: Device,
+        domain: Option<Domain>,
     ) -> PyResult<PyClassInitializer<AllocationClient>> {
         let (domain, device) = place(domain, Some(device))?;
         let now = Some(Duration::ZERO);
@@ -162,16 +163,15 @@ impl AllocationClient {
         &self,
         py: Python<'py>,
         number: u64,
-        timeout: f64,
+        timeout: Limit,
     ) -> PyResult<Bound<'py, OpenAllocation>> {
-        let timeout = seconds(timeout, "timeout")?;
         let handle = &self.handle;
-        let opened = handle.wait(py, Some(timeout), |client, wait| {
-            client.open_share(number, wait)
-        })?;
-        Bound::new(
+        let opened = handle.wait(py, timeout, |client, wait| client.open_share(number, wait))?;
+        View::object(
             py,
-            View::of("the allocation", OwnedMemory::Lent(opened))?.add_subclass(OpenAllocation),
+            "the allocation",
+            OwnedMemory::Lent(opened),
+            OpenAllocation,
         )
     }
 }

@@ -12,6 +12,7 @@ use crate::errors::{Fault, Outcome};
 use crate::memory::{ConsumerStay, Memory, MemoryHolder};
 use crate::stream::{Consumer, likely};
 use crate::testing;
+use crate::wait::Given;
 
 /// What `__dlpack__` is asked.
 pub struct Request<'py> {
@@ -57,7 +58,7 @@ pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult
 fn ready_for(
     py: Python<'_>,
     memory: &Memory,
-    stream: Option<&Bound<'_, PyAny>>,
+    stream: Given<'_, '_>,
 ) -> PyResult<Option<ConsumerStay>> {
     let number = stream.map(|stream| stream.extract::<i64>()).transpose()?;
     if !is_cuda(&memory.device) {

@@ -14,7 +14,6 @@ use crate::device::is_cuda;
 use crate::errors::Outcome;
 use crate::interpreter_exit;
 use crate::rows::{Scattered, room_for};
-use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, SourceOwner};
 use crate::wait::{in_slices, waiting};
 
@@ -39,24 +38,6 @@ pub trait Target: Send {
     fn is_private(&self) -> bool;
     /// Enqueues a copy of `bytes` host bytes.
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()>;
-}
-
-impl Target for Slot {
-    fn lowest(&self) -> u64 {
-        self.slot_ptr()
-    }
-
-    fn bytes(&self) -> u64 {
-        self.layout().bytes()
-    }
-
-    fn is_private(&self) -> bool {
-        true
-    }
-
-    fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
-        Slot::write(self, stream, bytes)
-    }
 }
 
 /// A foreign tensor that a stream still copies.

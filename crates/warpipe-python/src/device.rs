@@ -41,23 +41,12 @@ impl std::hash::Hash for Device {
     }
 }
 
-impl Device {
-    /// Wraps a device that is known already.
-    pub fn of(inner: &warpipe::Device) -> Device {
-        Device {
-            inner: inner.clone(),
-            why: "as asked".into(),
-        }
-    }
+impl<'a, 'py> FromPyObject<'a, 'py> for Device {
+    type Error = PyErr;
 
-    /// The device of an argument: see [`DEVICES`]; the preferred one of none.
-    pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
+    /// See [`DEVICES`].
+    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Device> {
         thread_exit::prepare_exit();
-        let Some(found) = found else {
-            return Ok(Device::preferred(Python::attach(|py| {
-                py.detach(warpipe::Device::preferred)
-            })));
-        };
         if let Ok(device) = found.cast::<Device>() {
             return Ok(device.get().clone());
         }
@@ -69,11 +58,28 @@ impl Device {
         {
             return Device::named(&format!("cuda:{ordinal}"));
         }
-        let name = of_torch(found)?.ok_or_else(|| Fault::argument("device", found, DEVICES))?;
+        let name = of_torch(&found)?.ok_or_else(|| Fault::argument("device", &*found, DEVICES))?;
         Device::named(&name)
     }
+}
 
-    fn preferred(preferred: warpipe::PreferredDevice) -> Device {
+impl Device {
+    /// Wraps a device that is known already.
+    pub fn of(inner: &warpipe::Device) -> Device {
+        Device {
+            inner: inner.clone(),
+            why: "as asked".into(),
+        }
+    }
+
+    /// The device of an argument that may be left out: then the preferred one.
+    pub fn or_preferred(device: Option<Device>) -> warpipe::Device {
+        device.unwrap_or_else(Device::preferred).inner
+    }
+
+    fn preferred() -> Device {
+        thread_exit::prepare_exit();
+        let preferred = Python::attach(|py| py.detach(warpipe::Device::preferred));
         Device {
             inner: preferred.device,
             why: preferred.why,
@@ -154,8 +160,8 @@ pub fn is_cuda(device: &warpipe::Device) -> bool {
 impl Device {
     #[new]
     #[pyo3(signature = (device = None, /))]
-    fn new(device: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
-        Device::from_argument(device)
+    fn new(device: Option<Device>) -> Device {
+        device.unwrap_or_else(Device::preferred)
     }
 
     /// ``"cuda"`` or ``"host"``.

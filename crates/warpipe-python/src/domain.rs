@@ -20,35 +20,41 @@ use crate::tuples;
 ///
 /// Raises ``DomainError`` for a directory that cannot be trusted or used.
 #[pyclass(frozen, module = "warpipe")]
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Domain {
     pub inner: warpipe::Domain,
     /// The `owner` that it was made with.
     owner: Option<u32>,
 }
 
-impl Domain {
-    /// The domain of an argument: none, a domain, a path.
-    pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<warpipe::Domain> {
+impl<'a, 'py> FromPyObject<'a, 'py> for Domain {
+    type Error = PyErr;
+
+    /// A domain, or a path.
+    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Domain> {
         thread_exit::prepare_exit();
-        let made = match found {
-            None => warpipe::Domain::from_environment(),
-            Some(found) => match found.cast::<Domain>() {
-                Ok(domain) => return Ok(domain.get().inner.clone()),
-                Err(_) => warpipe::Domain::at(found.extract::<PathBuf>()?),
-            },
-        };
-        Ok(made.map_err(Fault::from)?)
+        match found.cast::<Domain>() {
+            Ok(domain) => Ok(domain.get().clone()),
+            Err(_) => Domain::new(Some(found.extract()?), None),
+        }
+    }
+}
+
+impl Domain {
+    /// The domain of an argument that may be left out.
+    pub fn or_usual(domain: Option<Domain>) -> PyResult<warpipe::Domain> {
+        thread_exit::prepare_exit();
+        let domain = domain.map_or_else(|| Domain::new(None, None), Ok);
+        Ok(domain?.inner)
     }
 }
 
 /// The domain and the device of two arguments.
 pub fn place(
-    domain: Option<&Bound<'_, PyAny>>,
-    device: Option<&Bound<'_, PyAny>>,
+    domain: Option<Domain>,
+    device: Option<Device>,
 ) -> PyResult<(warpipe::Domain, warpipe::Device)> {
-    let domain = Domain::from_argument(domain)?;
-    Ok((domain, Device::from_argument(device)?.inner))
+    Ok((Domain::or_usual(domain)?, Device::or_preferred(device)))
 }
 
 #[pymethods]

@@ -11,7 +11,7 @@ use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{HELD_UP, optional, waiting};
+use crate::wait::{HELD_UP, Limit, waiting};
 
 /// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``). It distinguishes never
 /// recorded, and lost with its recorder, from complete.
@@ -93,8 +93,8 @@ impl EventHandle {
     #[pyo3(signature = (*, device = None, domain = None))]
     fn open(
         slf: &Bound<'_, EventHandle>,
-        device: Option<&Bound<'_, PyAny>>,
-        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<Device>,
+        domain: Option<Domain>,
     ) -> PyResult<Py<Event>> {
         Event::open(slf.py(), slf.as_any(), device, domain)
     }
@@ -139,8 +139,8 @@ impl Event {
         text_signature = "(*, domain=None, device=None, allow_uids=(), allow_gids=())")]
     fn create(
         py: Python<'_>,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
+        device: Option<Device>,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Event>> {
@@ -165,19 +165,14 @@ impl Event {
     fn open(
         py: Python<'_>,
         handle: &Bound<'_, PyAny>,
-        device: Option<&Bound<'_, PyAny>>,
-        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<Device>,
+        domain: Option<Domain>,
     ) -> PyResult<Py<Event>> {
-        let (handle, device) = (
-            EventHandle::from_argument(handle)?,
-            Device::from_argument(device)?.inner,
-        );
-        let domain = domain
-            .map(|domain| Domain::from_argument(Some(domain)))
-            .transpose()?;
+        let handle = EventHandle::from_argument(handle)?;
+        let device = Device::or_preferred(device);
         let open = |wait: Wait<'_>| {
             Ok(match &domain {
-                Some(domain) => warpipe::Event::open_in(domain, &handle, &device, wait)?,
+                Some(domain) => warpipe::Event::open_in(&domain.inner, &handle, &device, wait)?,
                 None => warpipe::Event::open(&handle, &device, wait)?,
             })
         };
@@ -254,9 +249,8 @@ impl Event {
     /// limit).
     ///
     /// Raises ``TimeoutError``, ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
+    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
+    fn synchronize(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
         self.handle
             .wait(py, timeout, |event, wait| event.synchronize(wait))
     }

@@ -11,7 +11,7 @@ use crate::memory::{Memory, MemoryHolder, SampleHolder};
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 use crate::tuples::Info;
-use crate::wait::{Timeout, waiting};
+use crate::wait::{Given, Timeout, waiting};
 
 /// A received tensor in its publisher's memory, lent until it is released, and read in place.
 ///
@@ -138,7 +138,7 @@ impl Frame {
     /// subscriber's; None: no limit). GPU work needs no such wait: its stream waits.
     ///
     /// Raises ``SampleLostError`` when the sender died first, ``TimeoutError``, ``ReleasedError``.
-    #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
+    #[pyo3(signature = (timeout = Timeout::USUAL), text_signature = "($self, timeout=...)")]
     fn wait(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
         self.lent()?.wait(py, timeout.or(self.patience))
     }
@@ -147,7 +147,7 @@ impl Frame {
     /// sender lived until then. Results computed from a lost frame are to be discarded.
     ///
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DriverError``.
-    #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
+    #[pyo3(signature = (timeout = Timeout::USUAL), text_signature = "($self, timeout=...)")]
     fn finish(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
         let timeout = timeout.or(self.patience);
         let lent = self.give_up()?.ok_or_else(|| self.owner.released())?;
@@ -167,7 +167,7 @@ impl Frame {
     ///
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (*, stream = None))]
-    pub fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    pub fn release(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
         let consumer = Consumer::optional(py, &self.owner.device, stream)?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {

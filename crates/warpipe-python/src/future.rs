@@ -18,7 +18,7 @@ use crate::errors::{Fault, Outcome, no_pickle};
 use crate::job::{self, Watch};
 use crate::job_endpoint::{JobEndpoint, Submitted};
 use crate::stream::imported;
-use crate::wait::{SLICE, late, optional, waiting};
+use crate::wait::{Limit, SLICE, late, waiting};
 
 use task_waits::Waits;
 
@@ -186,9 +186,8 @@ impl Future {
 
     /// Waits for the outcome. An interrupted wait has taken nothing. An error inside is the outcome
     /// for now.
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Outcome<&Given>> {
-        let timeout = optional(timeout, "timeout")?;
-        let (start, mut left) = (Instant::now(), timeout);
+    fn wait(&self, py: Python<'_>, timeout: Limit) -> PyResult<Outcome<&Given>> {
+        let (start, mut left) = (Instant::now(), timeout.0);
         loop {
             let noun = match self.source {
                 Submitted::Job(_) => "result of job",
@@ -205,11 +204,13 @@ impl Future {
             match looked {
                 Some(outcome) => return Ok(outcome.map(|()| self.given(py))),
                 None if left.is_some_and(|left| left.is_zero()) => {
-                    return Err(late(described(), timeout).into());
+                    return Err(late(described(), timeout.0).into());
                 }
                 None => py.check_signals()?,
             }
-            left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            left = timeout
+                .0
+                .map(|timeout| timeout.saturating_sub(start.elapsed()));
         }
     }
 
@@ -312,8 +313,8 @@ impl Future {
     /// attempts failed, ``RejectedError``; ``concurrent.futures.CancelledError``;
     /// ``DeadlinePassedError`` (a TimeoutError) of a request; ``NoSuchJobError`` when
     /// ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
-    #[pyo3(signature = (timeout = None))]
-    pub fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<job::Result>> {
+    #[pyo3(signature = (timeout = Limit::NONE), text_signature = "($self, timeout=None)")]
+    pub fn result(&self, py: Python<'_>, timeout: Limit) -> PyResult<Py<job::Result>> {
         match self.wait(py, timeout)?? {
             Given::Result(result) => Ok(result.clone_ref(py)),
             Given::Failed(error) => Err(PyErr::from_value(error.bind(py).clone().into_any())),
@@ -324,12 +325,8 @@ impl Future {
     /// Waits as ``result``, and gives the exception that it raises; None if there is a result.
     ///
     /// Raises ``TimeoutError``, ``concurrent.futures.CancelledError``.
-    #[pyo3(signature = (timeout = None))]
-    fn exception(
-        &self,
-        py: Python<'_>,
-        timeout: Option<f64>,
-    ) -> PyResult<Option<Py<PyBaseException>>> {
+    #[pyo3(signature = (timeout = Limit::NONE), text_signature = "($self, timeout=None)")]
+    fn exception(&self, py: Python<'_>, timeout: Limit) -> PyResult<Option<Py<PyBaseException>>> {
         match self.wait(py, timeout)? {
             Ok(Given::Result(_)) => Ok(None),
             Ok(Given::Failed(error)) => Ok(Some(error.clone_ref(py))),
@@ -384,7 +381,7 @@ impl Future {
             Err(fault) => return Err(fault.into()),
         }
         self.given(py);
-        self.result(py, None).map(Some)
+        self.result(py, Limit::NONE).map(Some)
     }
 
     /// The descriptor that an event loop polls, and the number of its queue.

@@ -1,7 +1,6 @@
 //! Handles that Python may close before it drops them.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use pyo3::PyClass;
 use pyo3::prelude::*;
@@ -12,7 +11,7 @@ use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable};
 use crate::process::Home;
-use crate::wait::waiting;
+use crate::wait::{Limit, waiting};
 
 /// A handle of the library, until it is closed. A call in progress keeps it alive.
 #[derive(Debug)]
@@ -56,11 +55,11 @@ impl<T: Send> CloseableHandle<T> {
             .ok_or_else(|| Fault::closed(self.what, &self.name))
     }
 
-    /// A call of the library that waits at most `limit` (None: no limit), and until it is closed.
+    /// A call of the library that waits at most `limit`, and until it is closed.
     pub fn wait<A: Send>(
         &self,
         py: Python<'_>,
-        limit: Option<Duration>,
+        limit: Limit,
         call: impl FnOnce(&T, Wait<'_>) -> Result<A, Error> + Send,
     ) -> PyResult<A>
     where
@@ -68,7 +67,7 @@ impl<T: Send> CloseableHandle<T> {
     {
         let inner = self.get()?;
         let goes_on = || self.get().map(drop);
-        waiting(py, limit, goes_on, |wait| Ok(call(&inner, wait)?))
+        waiting(py, limit.0, goes_on, |wait| Ok(call(&inner, wait)?))
     }
 
     /// The base of the class that holds it.

@@ -215,7 +215,6 @@ pub fn add_part(
 pub fn loan(
     publisher: &Publisher,
     source: Source,
-    metadata: &[u8],
     pool: &PublishedPool,
 ) -> Result<SampleMut, NotInPlace> {
     let Located {
@@ -234,9 +233,7 @@ pub fn loan(
         // subscribers exist; see `Publisher.send`.
         None => unsafe { publisher.loan_at(address, &layout, owner) },
     };
-    let mut loan = loan.map_err(|error| not_exportable(error.into()))?;
-    set_metadata(&mut loan, metadata)?;
-    Ok(loan)
+    loan.map_err(|error| not_exportable(error.into()))
 }
 
 /// Adds a tensor that is published where it lies, and that `owner` keeps allocated.

@@ -17,12 +17,12 @@ use crate::device::Device;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable};
 use crate::loan::Loan;
-use crate::metadata;
+use crate::metadata::Metadata;
 use crate::process::Home;
 use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::wait::{optional, waiting};
+use crate::wait::{Given, Limit, waiting};
 
 /// Numbers are never reused, so an event loop's table cannot confuse two endpoints.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
@@ -240,11 +240,10 @@ impl JobEndpoint {
         py: Python<'_>,
         what: &str,
         count: usize,
-        timeout: Option<f64>,
+        timeout: Limit,
     ) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
         let goes_on = || self.end().map(drop);
-        waiting(py, timeout, goes_on, |wait| {
+        waiting(py, timeout.0, goes_on, |wait| {
             let end = self.end()?;
             match end.wait_for_workers(count, wait) {
                 Err(Error::Timeout { waited, .. }) => {
@@ -292,7 +291,7 @@ impl JobEndpoint {
         &self,
         py: Python<'_>,
         layout: &Layout,
-        metadata: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
     ) -> PyResult<Slot> {
         let goes_on = || self.end().map(drop);
         let loan = waiting(py, self.patience, goes_on, |wait| {
@@ -308,9 +307,8 @@ impl JobEndpoint {
         &self,
         py: Python<'_>,
         layout: &Layout,
-        metadata: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
     ) -> PyResult<Py<Loan>> {
-        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
         let slot = self.borrow(py, layout, metadata)?;
         Py::new(
             py,
@@ -330,17 +328,13 @@ impl JobEndpoint {
         &self,
         py: Python<'_>,
         tensor: &Bound<'_, PyAny>,
-        metadata: Option<&Bound<'_, PyAny>>,
-        stream: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
+        stream: Given<'_, '_>,
     ) -> PyResult<(Slot, warpipe::Stream)> {
         self.end()?;
-        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
         if let Ok(loan) = tensor.cast::<Loan>() {
-            let (mut slot, stream) = loan.get().take_out(py, stream)?;
-            if metadata.is_some() {
-                slot.set_metadata(metadata)?;
-            }
-            return Ok((slot, stream));
+            metadata.map_or(Ok(()), |it| loan.get().set_metadata(it))?;
+            return loan.get().take_out(py, stream);
         }
         let stream = Consumer::optional(py, &self.device, stream)?;
         let wanted = Wanted {
@@ -352,9 +346,13 @@ impl JobEndpoint {
         };
         let source = wanted.find(tensor)?;
         let mut slot = self.borrow(py, &source.layout, metadata)?;
-        let filled_on = self
-            .copies
-            .fill(py, &mut slot, source, &self.stream, self.patience)?;
+        let filled_on = self.copies.fill(
+            py,
+            &mut slot.target(None)?,
+            source,
+            &self.stream,
+            self.patience,
+        )?;
         Ok((slot, filled_on))
     }
 

@@ -10,15 +10,16 @@ use warpipe::{OptionalExtension, ResultOrder};
 use crate::closeable::Closeable;
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::place;
+use crate::domain::{Domain, place};
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::future;
 use crate::job::Results;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
+use crate::metadata::Metadata;
 use crate::tuples::{self, Info};
-use crate::wait::{Timeout, optional, seconds, waiting};
+use crate::wait::{Given, Limit, Timeout, optional, seconds, waiting};
 
 /// Submits jobs to a queue of its own, or requests to a service.
 #[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Jobs")]
@@ -55,8 +56,8 @@ impl Jobs {
         py: Python<'_>,
         client: bool,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
+        device: Option<Device>,
         prefetch: u32,
         max_attempts: u32,
         lease_timeout: Option<f64>,
@@ -126,8 +127,8 @@ impl Jobs {
         &self,
         py: Python<'_>,
         tensor: &Bound<'_, PyAny>,
-        metadata: Option<&Bound<'_, PyAny>>,
-        stream: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
+        stream: Given<'_, '_>,
         timeout: Timeout,
     ) -> PyResult<Py<PyAny>> {
         let timeout = timeout.or(self.timeout);
@@ -150,21 +151,19 @@ impl Jobs {
         py: Python<'_>,
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
-        metadata: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
     ) -> PyResult<Py<Loan>> {
         self.endpoint
             .loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
-    fn _results(&self, timeout: Option<f64>, follow: bool) -> PyResult<Results> {
-        let timeout = optional(timeout, "timeout")?;
-        Ok(Results::new(&self.endpoint, timeout, follow))
+    fn _results(&self, timeout: Limit, follow: bool) -> PyResult<Results> {
+        Ok(Results::new(&self.endpoint, timeout.0, follow))
     }
 
-    fn _drain(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
+    fn _drain(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
         let goes_on = || self.endpoint.end().map(drop);
-        waiting(py, timeout, goes_on, |wait| {
+        waiting(py, timeout.0, goes_on, |wait| {
             let drained = self.endpoint.end()?.queue()?.drain(wait);
             let what = || format!("the end of the jobs of {:?}", self.endpoint.name);
             drained.map_err(|late| Fault::from(late).of(what))
@@ -176,9 +175,8 @@ impl Jobs {
         py: Python<'_>,
         wait: bool,
         cancel_waiting: bool,
-        timeout: Option<f64>,
+        timeout: Limit,
     ) -> PyResult<()> {
-        optional(timeout, "timeout")?;
         let shut = py.detach(|| -> Outcome<_> {
             let end = self.endpoint.end()?;
             let shut = end.queue()?.shutdown(Duration::ZERO).optional()?;
@@ -196,13 +194,7 @@ impl Jobs {
     }
 
     /// Waits until there are ``count`` workers, or servers: ``what``.
-    fn _wait_for(
-        &self,
-        py: Python<'_>,
-        what: &str,
-        count: usize,
-        timeout: Option<f64>,
-    ) -> PyResult<()> {
+    fn _wait_for(&self, py: Python<'_>, what: &str, count: usize, timeout: Limit) -> PyResult<()> {
         self.endpoint.wait_for(py, what, count, timeout)
     }
 

@@ -8,11 +8,11 @@ use warpipe::{RingInfo, Wait};
 use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::place;
+use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::{Consumer, Consumers};
-use crate::wait::{optional, waiting};
+use crate::wait::{Limit, waiting};
 
 /// A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
 /// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
@@ -169,8 +169,8 @@ impl KernelRing {
         consumers: u32,
         spin_limit: Option<u64>,
         allow_time_slices: bool,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
+        device: Option<Device>,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<KernelRing>> {
@@ -196,20 +196,19 @@ impl KernelRing {
     /// ``RefusedError`` by a ring that has its consumers, has started, or has one of another process on
     /// this GPU without MPS, ``ArgumentError`` for the producer's GPU without MPS, ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
     fn open(
         py: Python<'_>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        wait: Option<f64>,
+        domain: Option<Domain>,
+        device: Option<Device>,
+        wait: Limit,
     ) -> PyResult<Py<KernelRing>> {
         let (domain, device) = place(domain, device)?;
-        let wait = optional(wait, "wait")?;
         let options = warpipe::OpenOptions::at(&domain, &device);
         let open = |wait: Wait<'_>| Ok(warpipe::KernelRing::open(name, options, wait)?);
-        let ring = waiting(py, wait, || Ok(()), open)?;
+        let ring = waiting(py, wait.0, || Ok(()), open)?;
         KernelRing::new(py, name, device, ring)
     }
 
@@ -232,9 +231,8 @@ impl KernelRing {
     /// starts, and admits no other one. A consumer returns at once.
     ///
     /// Raises ``TimeoutError``, ``ClosedError``, ``DriverError``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn wait_for_consumers(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
+    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
+    fn wait_for_consumers(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
         self.handle.wait(py, timeout, |ring, wait| {
             ring.inner.wait_for_consumers(wait)
         })

@@ -15,12 +15,12 @@ use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
 use crate::loan::Loan;
-use crate::metadata;
+use crate::metadata::Metadata;
 use crate::process::Home;
 use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::wait::waiting;
+use crate::wait::{Given, waiting};
 
 /// The limit for giving a job back that was never returned to Python.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -174,7 +174,7 @@ impl Lease {
         &self,
         py: Python<'_>,
         layout: &Layout,
-        metadata: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
     ) -> PyResult<Slot> {
         // Without the lock: a signal's handler may use the lease, and another thread answer.
         let lender = || -> Outcome<_> {
@@ -195,9 +195,9 @@ impl Lease {
     /// a copy.
     fn result(
         slf: &Bound<'_, Lease>,
-        tensor: Option<&Bound<'_, PyAny>>,
-        metadata: Option<&Bound<'_, PyAny>>,
-        stream: Option<&Bound<'_, PyAny>>,
+        tensor: Given<'_, '_>,
+        metadata: Option<Metadata>,
+        stream: Given<'_, '_>,
     ) -> PyResult<LeaseAnswer> {
         let (py, lease) = (slf.py(), slf.get());
         let LeaseContext {
@@ -208,11 +208,9 @@ impl Lease {
         } = &lease.context;
         let (slot, stream) = match tensor {
             Some(tensor) if tensor.is_instance_of::<Loan>() => {
-                let (mut slot, stream) = tensor.cast::<Loan>()?.get().take_out(py, stream)?;
-                if metadata.is_some() {
-                    slot.set_metadata(metadata)?;
-                }
-                (slot, stream)
+                let loan = tensor.cast::<Loan>()?.get();
+                metadata.map_or(Ok(()), |it| loan.set_metadata(it))?;
+                loan.take_out(py, stream)?
             }
             Some(tensor) => {
                 let stream = Consumer::optional(py, device, stream)?;
@@ -225,7 +223,7 @@ impl Lease {
                 }
                 .find(tensor)?;
                 let mut slot = lease.borrow(py, &source.layout, metadata)?;
-                let filled_on = copies.fill(py, &mut slot, source, own, *patience)?;
+                let filled_on = copies.fill(py, &mut slot.target(None)?, source, own, *patience)?;
                 (slot, filled_on)
             }
             None => {
@@ -321,11 +319,10 @@ impl Lease {
         slf: &Bound<'_, Lease>,
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
-        metadata: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
     ) -> PyResult<Py<Output>> {
         let (py, lease) = (slf.py(), slf.get());
         let layout = dtype::layout(shape, dtype)?;
-        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
         let LeaseContext {
             device,
             stream,
@@ -360,14 +357,13 @@ impl Lease {
         text_signature = "($self, tensor=None, *, metadata=None, stream=None)")]
     fn complete(
         slf: &Bound<'_, Lease>,
-        tensor: Option<&Bound<'_, PyAny>>,
-        metadata: Option<&Bound<'_, PyAny>>,
-        stream: Option<&Bound<'_, PyAny>>,
+        tensor: Given<'_, '_>,
+        metadata: Option<Metadata>,
+        stream: Given<'_, '_>,
     ) -> PyResult<()> {
         if slf.get().has_answer(slf.py())? {
             return Err(slf.get().answered().into());
         }
-        metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
         let word = Lease::result(slf, tensor, metadata, stream)?;
         Lease::answer(slf, word)
     }
@@ -405,9 +401,9 @@ impl Lease {
     #[pyo3(signature = (kind, error, trace), text_signature = "($self, kind, error, trace)")]
     fn __exit__(
         slf: &Bound<'_, Lease>,
-        kind: Option<&Bound<'_, PyAny>>,
+        kind: Given<'_, '_>,
         error: Option<&Bound<'_, PyBaseException>>,
-        trace: Option<&Bound<'_, PyAny>>,
+        trace: Given<'_, '_>,
     ) -> PyResult<bool> {
         let goes_on = |answered: PyResult<()>| answered.map(|()| false);
         if slf.get().has_answer(slf.py())? {
@@ -455,9 +451,9 @@ impl Output {
     #[pyo3(signature = (kind, _error, _trace), text_signature = "($self, kind, _error, _trace)")]
     fn __exit__(
         slf: &Bound<'_, Output>,
-        kind: Option<&Bound<'_, PyAny>>,
+        kind: Given<'_, '_>,
         _error: Option<&Bound<'_, PyBaseException>>,
-        _trace: Option<&Bound<'_, PyAny>>,
+        _trace: Given<'_, '_>,
     ) -> PyResult<()> {
         let (py, loan) = (slf.py(), slf.as_super().get());
         if !loan.is_open()? {

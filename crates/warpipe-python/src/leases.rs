@@ -11,12 +11,12 @@ use crate::closeable::Closeable;
 use crate::copies::Copies;
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::place;
+use crate::domain::{Domain, place};
 use crate::inbox::{Calls, Inbox};
 use crate::lease::{Lease, LeaseContext};
 use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
-use crate::wait::{SLICE, Timeout, optional, seconds, waiting};
+use crate::wait::{Given, Limit, SLICE, Timeout, optional, seconds, waiting};
 
 /// The library's endpoint.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ impl Leases {
     /// Of a ``server``, or of a worker.
     #[new]
     #[pyo3(signature = (server, name, domain, device, timeout, answer_timeout, spin, memory_limit, handshake_timeout, stream, *,
-        wait = None, clients_max = 0))]
+        wait = Limit::NONE, clients_max = 0))]
     #[expect(
         clippy::too_many_arguments,
         reason = "the options of the classes in Python"
@@ -84,19 +84,19 @@ impl Leases {
         py: Python<'_>,
         server: bool,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
+        device: Option<Device>,
         timeout: Option<f64>,
         answer_timeout: Option<f64>,
         spin: Option<f64>,
         memory_limit: u64,
         handshake_timeout: f64,
-        stream: Option<&Bound<'_, PyAny>>,
-        wait: Option<f64>,
+        stream: Given<'_, '_>,
+        wait: Limit,
         clients_max: usize,
     ) -> PyResult<PyClassInitializer<Leases>> {
         let (domain, device) = place(domain, device)?;
-        let (wait, timeout) = (optional(wait, "wait")?, optional(timeout, "timeout")?);
+        let timeout = optional(timeout, "timeout")?;
         let patience = optional(answer_timeout, "answer_timeout")?;
         // In slices, with a look at the signals in between.
         let answer_timeout = patience.unwrap_or(SLICE).min(SLICE);
@@ -125,7 +125,7 @@ impl Leases {
                 ..default
             };
             let attach = |wait: Wait<'_>| Ok(warpipe::Worker::wait_for(name, options, wait)?);
-            let worker = waiting(py, wait, || Ok(()), attach)?;
+            let worker = waiting(py, wait.0, || Ok(()), attach)?;
             ("worker", "a job of", Source::Worker(worker))
         };
         let context = LeaseContext {
@@ -175,8 +175,8 @@ impl Leases {
 
     /// The next lease, without a wait; if there is none, the error of a wait of ``waited`` seconds.
     #[pyo3(signature = (waited, /))]
-    fn _last(&self, py: Python<'_>, waited: Option<f64>) -> PyResult<Py<Lease>> {
-        self.next_within(py, Some(Duration::ZERO), optional(waited, "waited")?)
+    fn _last(&self, py: Python<'_>, waited: Limit) -> PyResult<Py<Lease>> {
+        self.next_within(py, Some(Duration::ZERO), waited.0)
     }
 
     /// Waits for the next lease.

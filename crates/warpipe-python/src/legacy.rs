@@ -60,9 +60,9 @@ impl LegacyHandle {
     fn export(
         py: Python<'_>,
         tensor: &Bound<'_, PyAny>,
-        device: Option<&Bound<'_, PyAny>>,
+        device: Option<Device>,
     ) -> PyResult<LegacyHandle> {
-        let device = Device::from_argument(device)?.inner;
+        let device = Device::or_preferred(device);
         let own = OwnStream::new(py, &device)?;
         let wanted = Wanted {
             device: &device,
@@ -96,14 +96,11 @@ impl LegacyHandle {
     fn open<'py>(
         &self,
         py: Python<'py>,
-        device: Option<&Bound<'py, PyAny>>,
+        device: Option<Device>,
     ) -> PyResult<Bound<'py, LegacyMemory>> {
-        let device = Device::from_argument(device)?.inner;
+        let device = Device::or_preferred(device);
         let memory = call(py, || self.inner.open(&device))?;
-        Bound::new(
-            py,
-            View::of("the memory", OwnedMemory::Legacy(memory))?.add_subclass(LegacyMemory),
-        )
+        View::object(py, "the memory", OwnedMemory::Legacy(memory), LegacyMemory)
     }
 
     /// The range's length in bytes.

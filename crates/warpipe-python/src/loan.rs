@@ -3,20 +3,20 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::Layout;
 
 use crate::copies::Copies;
 use crate::detached::{OwnStream, detached};
 use crate::errors::{Fault, Outcome};
 use crate::memory::{LoanHolder, Memory, MemoryHolder};
-use crate::parts::{Part, PartTarget};
+use crate::metadata::Metadata;
+use crate::parts::Part;
 use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
+use crate::wait::Given;
 
 /// Memory on loan that has no reader yet, to be filled in place: see ``SampleMut``, ``Queue.loan``
 /// and ``Output``.
@@ -90,7 +90,7 @@ impl Loan {
     pub fn take_out(
         &self,
         py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: Given<'_, '_>,
     ) -> PyResult<(Slot, warpipe::Stream)> {
         let consumer = self.stream_of(py, stream)?;
         let open = self.take()?;
@@ -131,11 +131,7 @@ impl Loan {
         py.detach(|| lease.consumers.join(&self.stream))
     }
 
-    fn stream_of(
-        &self,
-        py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<Consumer>> {
+    fn stream_of(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<Option<Consumer>> {
         Consumer::optional(py, &self.owner.device, stream)
     }
 }
@@ -164,12 +160,10 @@ impl Loan {
     /// what describes its parts, 200 for a job.
     ///
     /// Raises ``MetadataError``, ``ReleasedError``.
-    fn set_metadata(&self, metadata: &Bound<'_, PyAny>) -> PyResult<()> {
-        // May have been taken meanwhile: the interpreter runs in between.
-        let mut open = self.take()?;
-        let set = open.slot.set_metadata(Some(metadata));
-        *self.open()? = Some(open);
-        set
+    pub fn set_metadata(&self, metadata: Metadata) -> PyResult<()> {
+        let mut open = self.open()?;
+        let open = open.as_mut().ok_or_else(|| self.owner.released())?;
+        Ok(open.slot.set_metadata(Some(metadata))?)
     }
 
     /// Gives the slot back unused, after the work of all streams that arrays of it were made on,
@@ -177,7 +171,7 @@ impl Loan {
     ///
     /// Raises ``DriverError``.
     #[pyo3(signature = (*, stream = None))]
-    pub fn discard(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    pub fn discard(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
         let consumer = self.stream_of(py, stream)?;
         let Some(open) = self.open()?.take() else {
             return Ok(());
@@ -204,7 +198,7 @@ impl Loan {
             _ => Vec::new(),
         };
         drop(open);
-        Part::find(py, memory, &parts, name)
+        Part::find(py, memory, &parts, name, Some(&self.owner))
     }
 
     /// ``loan[name] = tensor``.
@@ -241,26 +235,13 @@ impl Loan {
         // May have been taken meanwhile: no lock is held while the interpreter is released.
         let mut open = self.take()?;
         let fill = |slot: &mut Slot| {
-            let check = |layout: &Layout| match source.layout == *layout {
-                true => Ok(()),
-                false => Err(Fault::layout(format!(
-                    "{:?} does not fit {layout:?}",
-                    source.layout
-                ))),
-            };
-            match (name, slot) {
-                (None, slot) => {
-                    check(slot.layout())?;
-                    self.copies.fill(py, slot, source, &self.stream, self.block)
-                }
-                (Some(name), Slot::Sample(sample)) => {
-                    let mut part = PartTarget::new(sample, name)?;
-                    check(&part.layout)?;
-                    let copies = &self.copies;
-                    copies.fill(py, &mut part, source, &self.stream, self.block)
-                }
-                (Some(name), Slot::Work(_)) => Err(PyKeyError::new_err(name.to_owned())),
+            let mut target = slot.target(name)?;
+            if source.layout != target.layout {
+                let said = format!("{:?} does not fit {:?}", source.layout, target.layout);
+                return Err(Fault::layout(said).into());
             }
+            self.copies
+                .fill(py, &mut target, source, &self.stream, self.block)
         };
         let filled = fill(&mut open.slot);
         if let Ok(stream) = &filled {

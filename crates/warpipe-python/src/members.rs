@@ -18,7 +18,7 @@ use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{self, Callback};
 use crate::tuples::Info;
-use crate::wait::{SLICE, on_a_thread, optional};
+use crate::wait::{Limit, SLICE, on_a_thread};
 
 /// This process as a member of a domain, visible to its monitors until it is closed or dropped.
 ///
@@ -48,11 +48,11 @@ impl Member {
         py: Python<'_>,
         name: &str,
         role: &str,
-        domain: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Member>> {
-        let domain = Domain::from_argument(domain)?;
+        let domain = Domain::or_usual(domain)?;
         let joined = call(py, || {
             let options = warpipe::MemberOptions {
                 role: role.into(),
@@ -139,11 +139,11 @@ impl Members {
     #[pyo3(signature = (domain = None, *, on = None, clean = true))]
     fn watch(
         py: Python<'_>,
-        domain: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
         on: Option<Py<PyAny>>,
         clean: bool,
     ) -> PyResult<Py<Members>> {
-        let domain = Domain::from_argument(domain)?;
+        let domain = Domain::or_usual(domain)?;
         let options = warpipe::MembersOptions {
             clean,
             ..warpipe::MembersOptions::at(&domain)
@@ -182,19 +182,17 @@ impl Members {
     ///
     /// Raises ``ArgumentError`` if this watch has a callback, which gets the changes;
     /// ``ClosedError``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn changes(
-        &self,
-        py: Python<'_>,
-        timeout: Option<f64>,
-    ) -> PyResult<Option<Info<warpipe::Change>>> {
-        let (start, timeout) = (Instant::now(), optional(timeout, "timeout")?);
+    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
+    fn changes(&self, py: Python<'_>, timeout: Limit) -> PyResult<Option<Info<warpipe::Change>>> {
+        let start = Instant::now();
         loop {
             // Taken with the interpreter, so that no signal's handler comes before the caller has it.
             py.check_signals()?;
             let members = self.handle.get()?;
             let found = members.changes(Duration::ZERO).map_err(Fault::from)?;
-            let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
+            let left = timeout
+                .0
+                .map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
             if found.is_some() || left.is_zero() {
                 return Ok(found.map(Info));
             }
@@ -270,7 +268,7 @@ impl Members {
 
     /// The next change, without a limit; the iteration ends when the watch is closed.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Info<warpipe::Change>>> {
-        match self.changes(py, None) {
+        match self.changes(py, Limit::NONE) {
             Err(_) if self.handle.is_closed()? => Err(PyStopIteration::new_err(())),
             other => other,
         }

@@ -6,32 +6,38 @@ use pyo3::types::{PyBytes, PyDict, PyMemoryView};
 
 use crate::errors::Fault;
 
-/// The most bytes of metadata of a frame.
-pub const BYTES_MAX: usize = 4096;
+/// The most bytes of metadata of a frame. A job's takes fewer: the queue's own takes a part.
+const BYTES_MAX: usize = 4096;
 
-/// The most bytes of metadata of a job or its result: the queue's own metadata takes a part.
-pub const JOB_BYTES_MAX: usize = 200;
+/// The metadata of an argument: a dict as JSON, or the bytes of a buffer as they are.
+#[derive(Debug, Clone)]
+pub struct Metadata(pub Vec<u8>);
 
-/// A dict as JSON, or the bytes of a buffer as they are; `limit` bytes at most.
-pub fn encode(found: Option<&Bound<'_, PyAny>>, limit: usize) -> PyResult<Vec<u8>> {
-    let Some(found) = found else {
-        return Ok(Vec::new());
-    };
-    let bytes = match found.cast::<PyDict>() {
-        Ok(dict) => dump(dict)?.into_bytes(),
-        Err(_) => bytes_of(found)
-            .map_err(|error| no_metadata(found, error))?
-            .as_bytes()
-            .to_vec(),
-    };
-    if bytes.len() > limit {
-        let said = format!(
-            "the metadata takes {} bytes of at most {limit}; send what is large as a tensor",
-            bytes.len()
-        );
-        return Err(Fault::Own("MetadataError", said).into());
+/// The library's refusal of metadata that is too long where it goes.
+pub fn refused(error: impl std::fmt::Display) -> Fault {
+    Fault::Own(
+        "MetadataError",
+        format!("{error}; send what is large as a tensor"),
+    )
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Metadata {
+    type Error = PyErr;
+
+    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Metadata> {
+        let bytes = match found.cast::<PyDict>() {
+            Ok(dict) => dump(&dict)?.into_bytes(),
+            Err(_) => bytes_of(&found)
+                .map_err(|error| no_metadata(&found, error))?
+                .as_bytes()
+                .to_vec(),
+        };
+        if bytes.len() > BYTES_MAX {
+            let found = format!("metadata is {} bytes", bytes.len());
+            return Err(refused(format!("{found}; allowed is at most {BYTES_MAX} bytes")).into());
+        }
+        Ok(Metadata(bytes))
     }
-    Ok(bytes)
 }
 
 /// The bytes of an object with the buffer protocol, in C order; a copy if they may change.

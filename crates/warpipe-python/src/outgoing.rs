@@ -9,7 +9,7 @@ use warpipe::Error;
 use crate::errors::Fault;
 use crate::loan::Loan;
 use crate::slot::Slot;
-use crate::wait::waiting;
+use crate::wait::{Given, waiting};
 
 /// How long another thread's send is waited for where the policy does not wait, as the library's
 /// own send does.
@@ -72,7 +72,7 @@ impl Outgoing {
     /// Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``,
     /// ``ReleasedError``, ``DriverError``.
     #[pyo3(signature = (*, stream = None), text_signature = "($self, *, stream=None)")]
-    fn send(slf: &Bound<'_, Outgoing>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+    fn send(slf: &Bound<'_, Outgoing>, stream: Given<'_, '_>) -> PyResult<u64> {
         let (py, loan) = (slf.py(), slf.as_super().get());
         let (slot, stream) = loan.take_out(py, stream)?;
         dispatch(py, slot, &stream, loan.patience())
@@ -81,9 +81,9 @@ impl Outgoing {
     #[pyo3(signature = (kind, _error, _trace), text_signature = "($self, kind, _error, _trace)")]
     fn __exit__(
         slf: &Bound<'_, Outgoing>,
-        kind: Option<&Bound<'_, PyAny>>,
+        kind: Given<'_, '_>,
         _error: Option<&Bound<'_, PyBaseException>>,
-        _trace: Option<&Bound<'_, PyAny>>,
+        _trace: Given<'_, '_>,
     ) -> PyResult<()> {
         let loan = slf.as_super().get();
         if !loan.is_open()? {

@@ -5,9 +5,8 @@ use std::sync::Arc;
 use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyMapping, PyTuple};
-use warpipe::{Layout, SampleMut, Stream};
+use warpipe::{Layout, Stream};
 
-use crate::copies::Target;
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
 use crate::memory::Memory;
@@ -25,12 +24,14 @@ pub struct Part {
 }
 
 impl Part {
-    /// The part of this name, in memory of the same hold as `whole`.
+    /// The part of this name, in memory of the same hold as `whole`; of a `loan`, as long as that is
+    /// open.
     pub fn find(
         py: Python<'_>,
         whole: Memory,
         parts: &[warpipe::Part],
         name: &str,
+        loan: Option<&Arc<Holding>>,
     ) -> PyResult<Py<Part>> {
         let part = parts.iter().find(|part| part.name() == name);
         let part = part.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
@@ -40,7 +41,7 @@ impl Part {
             lowest: part.slot_ptr(),
             ..whole
         };
-        let owner = Holding::new("the part", None, memory);
+        let owner = Holding::part_of(loan, memory);
         Py::new(py, Tensor::of(&owner).add_subclass(Part { owner }))
     }
 }
@@ -97,7 +98,7 @@ impl FrameParts {
 impl FrameParts {
     fn __getitem__(slf: &Bound<'_, FrameParts>, name: &str) -> PyResult<Py<Part>> {
         let memory = slf.as_super().get().memory()?;
-        Part::find(slf.py(), memory, &slf.get().parts, name)
+        Part::find(slf.py(), memory, &slf.get().parts, name, None)
     }
 
     fn __len__(&self) -> usize {
@@ -130,45 +131,6 @@ pub fn behind_all(streams: Vec<Stream>, own: &Stream) -> Outcome<Stream> {
     let last = streams.next().unwrap_or_else(|| own.clone());
     streams.try_for_each(|other| last.wait_for(&other))?;
     Ok(last)
-}
-
-/// A part of a loan, as the target of a copy.
-pub struct PartTarget<'s> {
-    loan: &'s mut SampleMut,
-    name: &'s str,
-    lowest: u64,
-    pub layout: Layout,
-}
-
-impl<'s> PartTarget<'s> {
-    pub fn new(loan: &'s mut SampleMut, name: &'s str) -> Outcome<PartTarget<'s>> {
-        let part = loan.part(name)?;
-        let (lowest, layout) = (part.slot_ptr(), *part.layout());
-        Ok(PartTarget {
-            loan,
-            name,
-            lowest,
-            layout,
-        })
-    }
-}
-
-impl Target for PartTarget<'_> {
-    fn lowest(&self) -> u64 {
-        self.lowest
-    }
-
-    fn bytes(&self) -> u64 {
-        self.layout.bytes()
-    }
-
-    fn is_private(&self) -> bool {
-        true
-    }
-
-    fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Outcome<()> {
-        Ok(self.loan.write_part(stream, self.name, bytes)?)
-    }
 }
 
 /// The bytes of a sample, or of one of its parts, that begin at this address.

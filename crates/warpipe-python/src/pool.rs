@@ -9,14 +9,14 @@ use warpipe::backend::Access;
 use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::place;
+use crate::domain::{Domain, place};
 use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::memory_owner::OwnedMemory;
 use crate::ticket::Ticket;
 use crate::tuples::{Info, pool_usage};
 use crate::view::View;
-use crate::wait::{optional, waiting};
+use crate::wait::{Limit, waiting};
 
 /// Memory that is lent in blocks, to this process and to others.
 ///
@@ -64,8 +64,8 @@ impl Pool {
     fn create(
         py: Python<'_>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
+        device: Option<Device>,
         memory_limit: u64,
         reserve: u64,
         peers_max: u32,
@@ -105,23 +105,19 @@ impl Pool {
     ///
     /// Raises ``MemoryLimitError``, ``QuotaExceededError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes,
     /// ``ClosedError``, ``DriverError``.
-    #[pyo3(signature = (nbytes, timeout = Some(0.0), *, uid = None), text_signature = "($self, nbytes, timeout=0.0, *, uid=None)")]
+    #[pyo3(signature = (nbytes, timeout = Limit::ZERO, *, uid = None), text_signature = "($self, nbytes, timeout=0.0, *, uid=None)")]
     fn allocate<'py>(
         &self,
         py: Python<'py>,
         nbytes: u64,
-        timeout: Option<f64>,
+        timeout: Limit,
         uid: Option<u32>,
     ) -> PyResult<Bound<'py, Buffer>> {
-        let timeout = optional(timeout, "timeout")?;
         let block = self.handle.wait(py, timeout, |pool, wait| match uid {
             Some(uid) => pool.allocate_for(uid, nbytes, wait),
             None => pool.allocate(nbytes, wait),
         })?;
-        Bound::new(
-            py,
-            View::of("the block", OwnedMemory::Block(block))?.add_subclass(Buffer),
-        )
+        View::object(py, "the block", OwnedMemory::Block(block), Buffer)
     }
 
     /// The part of the pool that the user ``uid`` has, and its quota.
@@ -188,20 +184,19 @@ impl PoolClient {
     /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
     /// ``InvalidNameError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
     fn open(
         py: Python<'_>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        wait: Option<f64>,
+        domain: Option<Domain>,
+        device: Option<Device>,
+        wait: Limit,
     ) -> PyResult<Py<PoolClient>> {
         let (domain, device) = place(domain, device)?;
-        let wait = optional(wait, "wait")?;
         let options = warpipe::OpenOptions::at(&domain, &device);
         let open = |wait: Wait<'_>| Ok(warpipe::PoolClient::open(name, options, wait)?);
-        let client = waiting(py, wait, || Ok(()), open)?;
+        let client = waiting(py, wait.0, || Ok(()), open)?;
         let object = |handle| PoolClient { handle };
         CloseableHandle::object(py, "visit to the pool", name, client, object)
     }
@@ -219,14 +214,13 @@ impl PoolClient {
     ///
     /// Raises ``MemoryLimitError``, ``QuotaExceededError``, ``PeerGoneError``, ``RefusedError``, ``ArgumentError``,
     /// ``ClosedError``, ``DeviceError``.
-    #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
+    #[pyo3(signature = (nbytes, timeout = Limit::ZERO), text_signature = "($self, nbytes, timeout=0.0)")]
     fn allocate<'py>(
         &self,
         py: Python<'py>,
         nbytes: u64,
-        timeout: Option<f64>,
+        timeout: Limit,
     ) -> PyResult<Bound<'py, LentBuffer>> {
-        let timeout = optional(timeout, "timeout")?;
         let handle = &self.handle;
         let block = handle.wait(py, timeout, |client, wait| client.allocate(nbytes, wait))?;
         LentBuffer::make(py, block)
@@ -247,9 +241,11 @@ pub struct LentBuffer {
 impl LentBuffer {
     fn make(py: Python<'_>, block: warpipe::LentBuffer) -> PyResult<Bound<'_, LentBuffer>> {
         let name = block.name().to_owned();
-        Bound::new(
+        View::object(
             py,
-            View::of("the block", OwnedMemory::Lent(block))?.add_subclass(LentBuffer { name }),
+            "the block",
+            OwnedMemory::Lent(block),
+            LentBuffer { name },
         )
     }
 }
@@ -265,12 +261,10 @@ impl LentBuffer {
     fn open<'py>(
         py: Python<'py>,
         ticket: &Bound<'py, PyAny>,
-        device: Option<&Bound<'py, PyAny>>,
+        device: Option<Device>,
     ) -> PyResult<Bound<'py, LentBuffer>> {
-        let (ticket, device) = (
-            Ticket::from_argument(ticket)?,
-            Device::from_argument(device)?.inner,
-        );
+        let ticket = Ticket::from_argument(ticket)?;
+        let device = Device::or_preferred(device);
         let open = |wait: Wait<'_>| Ok(warpipe::LentBuffer::open(&ticket, &device, wait)?);
         let block = waiting(py, None, || Ok(()), open)?;
         LentBuffer::make(py, block)

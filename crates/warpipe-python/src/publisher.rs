@@ -12,21 +12,21 @@ use crate::closeable::Named;
 use crate::copies::Copies;
 use crate::detached::{DropDetached, OwnStream, call};
 use crate::device::Device;
-use crate::domain::place;
+use crate::domain::{Domain, place};
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::in_place::{self, NotInPlace, PublishedPool, ZeroCopy};
 use crate::interpreter_exit::{self, Closable};
 use crate::loan::Loan;
-use crate::metadata;
+use crate::metadata::Metadata;
 use crate::outgoing::{HELD_UP, Outgoing, dispatch};
-use crate::parts::{self, PartTarget};
+use crate::parts::{self, behind_all};
 use crate::process::Home;
 use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
-use crate::wait::{in_slices, optional, seconds, waiting};
+use crate::wait::{Given, Limit, in_slices, optional, seconds, waiting};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -78,6 +78,9 @@ pub struct Publisher {
     copies: Arc<Copies>,
 }
 
+/// Tensors to be sent, with their names if they are several.
+type Sources<'a> = Vec<(&'a str, Source)>;
+
 /// The name of a peer's state.
 pub fn word_of(state: PeerState) -> &'static str {
     match state {
@@ -119,108 +122,106 @@ impl Publisher {
             .ok_or_else(|| Fault::closed("publisher", &self.name))
     }
 
-    /// A slot for `layout`, waiting for one up to the loan's timeout.
-    fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<Slot> {
+    /// A slot, waiting for one up to the loan's timeout: for several tensors by their names, or for
+    /// the first of `parts`.
+    fn take(&self, py: Python<'_>, parts: &[(&str, Layout)], several: bool) -> PyResult<Slot> {
         let goes_on = || self.inner().map(drop);
         let sample = waiting(py, self.loan_timeout, goes_on, |wait| {
-            Ok(self.inner()?.loan_within(layout, wait)?)
+            let publisher = self.inner()?;
+            Ok(match parts {
+                [(_, layout)] if !several => publisher.loan_within(layout, wait),
+                parts => publisher.loan_parts_within(parts, wait),
+            }?)
         })?;
         Ok(Slot::Sample(DropDetached::new(sample)))
     }
 
-    /// A slot for several tensors, waiting for one up to the loan's timeout.
-    fn take_parts(
+    /// A loan for Python.
+    fn lend(
         &self,
         py: Python<'_>,
         parts: &[(&str, Layout)],
-    ) -> PyResult<DropDetached<SampleMut>> {
-        let goes_on = || self.inner().map(drop);
-        let sample = waiting(py, self.loan_timeout, goes_on, |wait| {
-            Ok(self.inner()?.loan_parts_within(parts, wait)?)
-        })?;
-        Ok(DropDetached::new(sample))
+        several: bool,
+        metadata: Option<Metadata>,
+    ) -> PyResult<Py<Outgoing>> {
+        let mut slot = self.take(py, parts, several)?;
+        slot.set_metadata(metadata)?;
+        let (device, stream) = (&self.device, &self.stream);
+        let loan = Loan::new(slot, device, stream, &self.copies, self.patience);
+        Outgoing::new(py, loan)
     }
 
-    /// Sends several tensors as one sample: all where they lie, or all copied.
-    fn send_several(
+    /// Copies tensors into a slot, and sends it.
+    fn send_copies(
         &self,
         py: Python<'_>,
-        tensors: &[(String, Bound<'_, PyAny>)],
-        metadata: &[u8],
-        wanted: Wanted<'_>,
-    ) -> PyResult<Result<u64, NotInPlace>> {
-        let found = tensors.iter().map(|(_, tensor)| wanted.find(tensor));
-        let sources: Vec<Source> = found.collect::<PyResult<_>>()?;
-        let layouts: Vec<Layout> = sources.iter().map(|source| source.layout).collect();
-        let names = tensors.iter().map(|(name, _)| &**name);
-        let parts: Vec<(&str, Layout)> = names.clone().zip(layouts).collect();
-        let mut loan = self.take_parts(py, if wanted.lasting { &[] } else { &parts })?;
+        sources: Sources<'_>,
+        several: bool,
+        metadata: Option<Metadata>,
+    ) -> PyResult<u64> {
+        let layouts = sources.iter().map(|(name, source)| (*name, source.layout));
+        let mut slot = self.take(py, &layouts.collect::<Vec<_>>(), several)?;
+        slot.set_metadata(metadata)?;
         let mut streams = Vec::new();
-        if !wanted.lasting {
-            py.detach(|| loan.set_metadata(metadata))
-                .map_err(Fault::from)?;
-        }
-        for (name, source) in names.zip(sources) {
-            if !wanted.lasting {
-                let mut part = PartTarget::new(&mut loan, name)?;
-                let copies = &self.copies;
-                match copies.fill(py, &mut part, source, &self.stream, self.block) {
-                    Ok(filled_on) => streams.push(filled_on),
-                    Err(error) => {
-                        // Behind the copies of the parts before it.
-                        let behind = py.detach(|| parts::behind_all(streams, &self.stream))?;
-                        let _ = py.detach(|| loan.into_inner().discard(&behind));
-                        return Err(error);
-                    }
+        for (name, source) in sources {
+            let (copies, own) = (&self.copies, &self.stream);
+            let mut target = slot.target(several.then_some(name))?;
+            match copies.fill(py, &mut target, source, own, self.block) {
+                Ok(filled_on) => streams.push(filled_on),
+                Err(error) => {
+                    // Behind the copies of the parts before it.
+                    let behind = py.detach(|| behind_all(streams, own))?;
+                    let _ = py.detach(|| slot.discard(&behind));
+                    return Err(error);
                 }
-                continue;
-            }
-            let reader = match &source.place {
-                SourceLocation::Device(_, reader, _) => Some(reader.clone()),
-                _ => wanted.stream.cloned(),
-            };
-            let add = || in_place::add_part(&mut loan, name, source, &self.pool);
-            if let Err(why) = py.detach(add) {
-                return Ok(Err(why));
-            }
-            if let Some(reader) = reader {
-                streams.push(reader.follow(py)?.clone());
             }
         }
-        if wanted.lasting
-            && let Err(why) = py.detach(|| in_place::set_metadata(&mut loan, metadata))
-        {
-            return Ok(Err(why));
-        }
-        let behind = py.detach(|| parts::behind_all(streams, &self.stream))?;
-        dispatch(py, Slot::Sample(loan), &behind, self.patience).map(Ok)
+        let behind = py.detach(|| behind_all(streams, &self.stream))?;
+        dispatch(py, slot, &behind, self.patience)
     }
-}
 
-impl Publisher {
-    /// Sends the tensor where it lies, if it can be.
+    /// Sends tensors where they lie, if all of them can be.
     fn send_in_place(
         &self,
         py: Python<'_>,
-        source: Source,
-        metadata: &[u8],
+        sources: Sources<'_>,
+        several: bool,
+        metadata: Option<Metadata>,
         stream: Option<&Consumer>,
     ) -> PyResult<Result<u64, NotInPlace>> {
-        let reader = match &source.place {
+        let readers = sources.iter().map(|(_, source)| match &source.place {
             SourceLocation::Device(_, reader, _) => Some(reader.clone()),
             _ => stream.cloned(),
-        };
+        });
+        let readers: Vec<Consumer> = readers.flatten().collect();
         let publisher = self.inner()?;
-        let loan = || in_place::loan(&publisher, source, metadata, &self.pool);
-        let sample = match py.detach(loan) {
-            Ok(sample) => DropDetached::new(sample),
+        let lent = if several {
+            let Slot::Sample(mut loan) = self.take(py, &[], true)? else {
+                unreachable!("a publisher's slot is a sample's")
+            };
+            py.detach(|| {
+                let mut sources = sources.into_iter();
+                let add = |(name, source)| in_place::add_part(&mut loan, name, source, &self.pool);
+                sources.try_for_each(add).map(|()| loan)
+            })
+        } else {
+            let source = sources.into_iter().next().expect("there is one").1;
+            let lent = py.detach(|| in_place::loan(&publisher, source, &self.pool));
+            lent.map(DropDetached::new)
+        };
+        let set = |mut loan: DropDetached<SampleMut>| {
+            let metadata = metadata.as_ref().map_or(&[][..], |metadata| &metadata.0);
+            in_place::set_metadata(&mut loan, metadata).map(|()| loan)
+        };
+        let loan = match lent.and_then(set) {
+            Ok(loan) => loan,
             Err(why) => return Ok(Err(why)),
         };
-        let behind = match reader {
-            Some(reader) => reader.follow(py)?.clone(),
-            None => (*self.stream).clone(),
-        };
-        dispatch(py, Slot::Sample(sample), &behind, self.patience).map(Ok)
+        let behind = py.detach(|| {
+            let streams = readers.iter().map(|reader| reader.followed().cloned());
+            behind_all(streams.collect::<Outcome<_>>()?, &self.stream)
+        })?;
+        dispatch(py, Slot::Sample(loan), &behind, self.patience).map(Ok)
     }
 }
 
@@ -249,8 +250,8 @@ impl Publisher {
     fn new(
         py: Python<'_>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
+        device: Option<Device>,
         depth: u32,
         policy: &str,
         timeout: Option<f64>,
@@ -358,40 +359,38 @@ impl Publisher {
         &self,
         py: Python<'_>,
         tensor: &Bound<'_, PyAny>,
-        metadata: Option<&Bound<'_, PyAny>>,
-        stream: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
+        stream: Given<'_, '_>,
         zero_copy: ZeroCopy,
     ) -> PyResult<u64> {
         self.inner()?;
-        let encoded = metadata::encode(metadata, metadata::BYTES_MAX)?;
         let stream = Consumer::optional(py, &self.device, stream)?;
-        let (device, lasting) = (&self.device, zero_copy != ZeroCopy::No);
-        let wanted = Wanted {
-            device,
-            stream: stream.as_ref(),
-            own: &self.stream,
-            packed: false,
-            lasting,
-        };
-        let not_lasting = Wanted {
-            lasting: false,
-            ..wanted
-        };
         let several = parts::items(tensor)?;
-        let mut source = match several {
-            None => Some(wanted.find(tensor)?),
-            Some(_) => None,
-        };
-        if lasting {
-            let bytes = source.as_ref().map_or(0, |source| source.layout.bytes());
-            let sent = match (source.take(), &several) {
-                (Some(source), _) => self.send_in_place(py, source, &encoded, stream.as_ref())?,
-                (None, several) => {
-                    let tensors = several.as_deref().unwrap_or_default();
-                    self.send_several(py, tensors, &encoded, wanted)?
-                }
+        let is_several = several.is_some();
+        let find = |lasting| -> PyResult<Sources<'_>> {
+            let wanted = Wanted {
+                device: &self.device,
+                stream: stream.as_ref(),
+                own: &self.stream,
+                packed: false,
+                lasting,
             };
-            match sent {
+            match &several {
+                None => Ok(vec![("", wanted.find(tensor)?)]),
+                Some(all) => all
+                    .iter()
+                    .map(|(name, one)| Ok((&**name, wanted.find(one)?)))
+                    .collect(),
+            }
+        };
+        if zero_copy != ZeroCopy::No {
+            let sources = find(true)?;
+            let bytes = sources
+                .iter()
+                .map(|(_, source)| source.layout.bytes())
+                .sum();
+            let data = metadata.clone();
+            match self.send_in_place(py, sources, is_several, data, stream.as_ref())? {
                 Ok(sequence) => return Ok(sequence),
                 Err(why) if zero_copy == ZeroCopy::Require => return Err(why.fault.into()),
                 Err(why) => {
@@ -401,20 +400,7 @@ impl Publisher {
                 }
             }
         }
-        if let Some(tensors) = &several {
-            let sent = self.send_several(py, tensors, &encoded, not_lasting)?;
-            return sent.map_err(|why| why.fault.into());
-        }
-        let source = match source {
-            Some(source) => source,
-            None => not_lasting.find(tensor)?,
-        };
-        let mut slot = self.take(py, &source.layout)?;
-        slot.set_metadata(metadata)?;
-        let filled_on = self
-            .copies
-            .fill(py, &mut slot, source, &self.stream, self.block)?;
-        dispatch(py, slot, &filled_on, self.patience)
+        self.send_copies(py, find(false)?, is_several, metadata)
     }
 
     /// Lends a slot for a tensor of this shape and element type, to be filled in place: see
@@ -429,23 +415,11 @@ impl Publisher {
         py: Python<'_>,
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
-        metadata: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
     ) -> PyResult<Py<Outgoing>> {
         self.inner()?;
         let layout = dtype::layout(shape, dtype)?;
-        metadata::encode(metadata, metadata::BYTES_MAX)?;
-        let mut slot = self.take(py, &layout)?;
-        slot.set_metadata(metadata)?;
-        Outgoing::new(
-            py,
-            Loan::new(
-                slot,
-                &self.device,
-                &self.stream,
-                &self.copies,
-                self.patience,
-            ),
-        )
+        self.lend(py, &[("", layout)], false, metadata)
     }
 
     /// Lends a slot for several tensors, to be filled in place and sent as one message. ``parts``:
@@ -458,7 +432,7 @@ impl Publisher {
         &self,
         py: Python<'_>,
         parts: &Bound<'_, PyMapping>,
-        metadata: Option<&Bound<'_, PyAny>>,
+        metadata: Option<Metadata>,
     ) -> PyResult<Py<Outgoing>> {
         self.inner()?;
         type Described<'py> = (String, (Bound<'py, PyAny>, Bound<'py, PyAny>));
@@ -467,12 +441,7 @@ impl Publisher {
             .iter()
             .map(|(name, (shape, dtype))| Ok((&**name, dtype::layout(shape, dtype)?)));
         let layouts: Vec<(&str, Layout)> = layouts.collect::<PyResult<_>>()?;
-        metadata::encode(metadata, metadata::BYTES_MAX)?;
-        let mut slot = Slot::Sample(self.take_parts(py, &layouts)?);
-        slot.set_metadata(metadata)?;
-        let (device, stream) = (&self.device, &self.stream);
-        let loan = Loan::new(slot, device, stream, &self.copies, self.patience);
-        Outgoing::new(py, loan)
+        self.lend(py, &layouts, true, metadata)
     }
 
     /// How many tensors that were sent with ``zero_copy`` are still kept, because a subscriber may
@@ -498,16 +467,11 @@ impl Publisher {
     /// limit).
     ///
     /// Raises ``TimeoutError``, ``ClosedError``.
-    #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
-    fn wait_for_subscribers(
-        &self,
-        py: Python<'_>,
-        count: usize,
-        timeout: Option<f64>,
-    ) -> PyResult<()> {
-        let (publisher, timeout) = (self.inner()?, optional(timeout, "timeout")?);
+    #[pyo3(signature = (count = 1, timeout = Limit::TEN), text_signature = "($self, count=1, timeout=10.0)")]
+    fn wait_for_subscribers(&self, py: Python<'_>, count: usize, timeout: Limit) -> PyResult<()> {
+        let publisher = self.inner()?;
         let goes_on = || self.inner().map(drop);
-        waiting(py, timeout, goes_on, |wait| {
+        waiting(py, timeout.0, goes_on, |wait| {
             Ok(publisher.wait_for_subscribers(count, wait)?)
         })
     }

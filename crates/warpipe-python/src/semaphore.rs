@@ -10,13 +10,13 @@ use warpipe::{Error, OptionalExtension, Wait};
 use crate::closeable::Named;
 use crate::detached::{DropDetached, call, detached};
 use crate::device::Device;
-use crate::domain::place;
+use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
-use crate::wait::{optional, waiting};
+use crate::wait::{Given, Limit, waiting};
 
 /// A limit of concurrent holders, across processes, on streams and on the CPU.
 ///
@@ -143,8 +143,8 @@ impl Semaphore {
         py: Python<'_>,
         name: &str,
         permits: u32,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
+        device: Option<Device>,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Semaphore>> {
@@ -167,20 +167,19 @@ impl Semaphore {
     /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
     /// ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
     fn open(
         py: Python<'_>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        wait: Option<f64>,
+        domain: Option<Domain>,
+        device: Option<Device>,
+        wait: Limit,
     ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = place(domain, device)?;
-        let wait = optional(wait, "wait")?;
         let options = warpipe::OpenOptions::at(&domain, &device);
         let open = |wait: Wait<'_>| Ok(warpipe::Semaphore::open(name, options, wait)?);
-        let opened = waiting(py, wait, || Ok(()), open)?;
+        let opened = waiting(py, wait.0, || Ok(()), open)?;
         Semaphore::new(py, name, opened, device)
     }
 
@@ -218,15 +217,9 @@ impl Semaphore {
     /// waits on the device for the last holder's work; without, the CPU does.
     ///
     /// Raises ``TimeoutError``, ``PeerGoneError``, ``ClosedError``, ``DriverError``.
-    #[pyo3(signature = (timeout = Some(10.0), *, stream = None), text_signature = "($self, timeout=10.0, *, stream=None)")]
-    fn acquire(
-        &self,
-        py: Python<'_>,
-        timeout: Option<f64>,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Permit> {
+    #[pyo3(signature = (timeout = Limit::TEN, *, stream = None), text_signature = "($self, timeout=10.0, *, stream=None)")]
+    fn acquire(&self, py: Python<'_>, timeout: Limit, stream: Given<'_, '_>) -> PyResult<Permit> {
         let consumer = Consumer::optional(py, &self.device, stream)?;
-        let timeout = optional(timeout, "timeout")?;
         let take = |semaphore: &_, wait: Wait<'_>| take(semaphore, consumer.as_ref(), wait);
         let permit = self.handle.wait(py, timeout, take)?;
         self.permit(py, permit, consumer)
@@ -236,11 +229,7 @@ impl Semaphore {
     ///
     /// Raises as ``acquire``, without the timeout.
     #[pyo3(signature = (*, stream = None))]
-    fn try_acquire(
-        &self,
-        py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<Permit>> {
+    fn try_acquire(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<Option<Permit>> {
         let (semaphore, consumer) = (
             self.handle.get()?,
             Consumer::optional(py, &self.device, stream)?,
@@ -303,7 +292,7 @@ impl Permit {
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
     #[pyo3(signature = (*, stream = None))]
-    fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn release(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
         let asked = Consumer::optional(py, &self.device, stream)?;
         let Some(permit) = self.lock()?.take() else {
             return Ok(());

@@ -45,10 +45,7 @@ impl Memory {
     }
 
     fn make(py: Python<'_>, memory: warpipe::Memory) -> PyResult<Bound<'_, Memory>> {
-        Bound::new(
-            py,
-            View::of("the memory", OwnedMemory::Own(memory))?.add_subclass(Memory),
-        )
+        View::object(py, "the memory", OwnedMemory::Own(memory), Memory)
     }
 }
 
@@ -63,9 +60,9 @@ impl Memory {
     fn allocate<'py>(
         py: Python<'py>,
         nbytes: u64,
-        device: Option<&Bound<'py, PyAny>>,
+        device: Option<Device>,
     ) -> PyResult<Bound<'py, Memory>> {
-        let device = Device::from_argument(device)?.inner;
+        let device = Device::or_preferred(device);
         let memory = call(py, || warpipe::Memory::allocate(&device, nbytes))?;
         Memory::make(py, memory)
     }
@@ -80,7 +77,7 @@ impl Memory {
     fn publish(
         slf: &Bound<'_, Memory>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
         writable: bool,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
@@ -90,7 +87,7 @@ impl Memory {
             access: access(writable),
             allow_uids,
             allow_gids,
-            ..warpipe::PublishOptions::at(&Domain::from_argument(domain)?)
+            ..warpipe::PublishOptions::at(&Domain::or_usual(domain)?)
         };
         let published = call(slf.py(), || memory.publish(name, options))?;
         let object = |handle| Published { handle };
@@ -169,10 +166,7 @@ impl SharedMemory {
         py: Python<'_>,
         memory: warpipe::SharedMemory,
     ) -> PyResult<Bound<'_, SharedMemory>> {
-        Bound::new(
-            py,
-            View::of("the memory", OwnedMemory::Shared(memory))?.add_subclass(SharedMemory),
-        )
+        View::object(py, "the memory", OwnedMemory::Shared(memory), SharedMemory)
     }
 }
 
@@ -189,10 +183,10 @@ impl SharedMemory {
         py: Python<'py>,
         fd: i32,
         info: &Bound<'py, MemoryInfo>,
-        device: Option<&Bound<'py, PyAny>>,
+        device: Option<Device>,
         writable: bool,
     ) -> PyResult<Bound<'py, SharedMemory>> {
-        let (device, info) = (Device::from_argument(device)?.inner, info.get().inner()?);
+        let (device, info) = (Device::or_preferred(device), info.get().inner()?);
         if fd < 0 {
             return Err(Fault::argument("fd", fd, "an open descriptor").into());
         }

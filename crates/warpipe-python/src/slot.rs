@@ -1,12 +1,14 @@
 //! The memory on loan behind a Python object: a publisher's, or a queue's.
 
+use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use warpipe::backend::DevicePtr;
 use warpipe::{Layout, SampleMut, SlotHold, Stream};
 
+use crate::copies::Target;
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
-use crate::metadata;
+use crate::metadata::{self, Metadata};
 
 /// The owner of the slot.
 #[derive(Debug)]
@@ -48,25 +50,34 @@ impl Slot {
         }
     }
 
-    /// Sets the metadata, from a dict or bytes.
-    pub fn set_metadata(&mut self, found: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let set = match self {
-            Slot::Sample(sample) => {
-                sample.set_metadata(&metadata::encode(found, metadata::BYTES_MAX)?)
-            }
-            Slot::Work(loan) => {
-                loan.set_metadata(&metadata::encode(found, metadata::JOB_BYTES_MAX)?)
-            }
+    /// Sets the metadata, if there is any.
+    pub fn set_metadata(&mut self, metadata: Option<Metadata>) -> Outcome<()> {
+        let Some(Metadata(bytes)) = metadata else {
+            return Ok(());
         };
-        Ok(set.map_err(Fault::from)?)
+        let set = match self {
+            Slot::Sample(sample) => sample.set_metadata(&bytes),
+            Slot::Work(loan) => loan.set_metadata(&bytes),
+        };
+        set.map_err(metadata::refused)
     }
 
-    /// Copies the whole contents in, in the stream's order.
-    pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Outcome<()> {
-        Ok(match self {
-            Slot::Sample(sample) => sample.write(stream, bytes),
-            Slot::Work(loan) => loan.write(stream, bytes),
-        }?)
+    /// The whole of it, or the part of this name, as the target of a copy.
+    pub fn target<'s>(&'s mut self, name: Option<&'s str>) -> PyResult<SlotTarget<'s>> {
+        let (lowest, layout) = match (&*self, name) {
+            (_, None) => (self.slot_ptr(), *self.layout()),
+            (Slot::Sample(sample), Some(name)) => {
+                let part = sample.part(name).map_err(Fault::from)?;
+                (part.slot_ptr(), *part.layout())
+            }
+            (Slot::Work(_), Some(name)) => return Err(PyKeyError::new_err(name.to_owned())),
+        };
+        Ok(SlotTarget {
+            slot: self,
+            name,
+            lowest,
+            layout,
+        })
     }
 
     /// Gives it back unused, after the stream's work. Call without the interpreter.
@@ -74,6 +85,36 @@ impl Slot {
         Ok(match self {
             Slot::Sample(sample) => sample.into_inner().discard(stream),
             Slot::Work(loan) => loan.into_inner().discard(stream),
+        }?)
+    }
+}
+
+/// A slot, or a part of it, that nothing else writes.
+pub struct SlotTarget<'s> {
+    slot: &'s mut Slot,
+    name: Option<&'s str>,
+    lowest: DevicePtr,
+    pub layout: Layout,
+}
+
+impl Target for SlotTarget<'_> {
+    fn lowest(&self) -> u64 {
+        self.lowest
+    }
+
+    fn bytes(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    fn is_private(&self) -> bool {
+        true
+    }
+
+    fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Outcome<()> {
+        Ok(match (&mut *self.slot, self.name) {
+            (Slot::Sample(sample), Some(name)) => sample.write_part(stream, name, bytes),
+            (Slot::Sample(sample), None) => sample.write(stream, bytes),
+            (Slot::Work(loan), _) => loan.write(stream, bytes),
         }?)
     }
 }

@@ -15,7 +15,7 @@ use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
 use crate::torch;
-use crate::wait::{optional, waiting};
+use crate::wait::{Given, Limit, waiting};
 
 /// More streams than this are not remembered: the table starts anew.
 const KNOWN_MAX: usize = 256;
@@ -49,11 +49,10 @@ impl Stream {
 impl Stream {
     #[new]
     #[pyo3(signature = (device = None))]
-    fn new(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<Stream> {
-        let device = Device::from_argument(device)?;
+    fn new(py: Python<'_>, device: Option<Device>) -> PyResult<Stream> {
         Ok(Stream {
             home: Home::here(),
-            inner: OwnStream::new(py, &device.inner)?,
+            inner: OwnStream::new(py, &Device::or_preferred(device))?,
         })
     }
 
@@ -81,10 +80,15 @@ impl Stream {
     /// no limit).
     ///
     /// Raises ``TimeoutError``, ``DriverError``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let (stream, timeout) = (self.inner()?, optional(timeout, "timeout")?);
-        waiting(py, timeout, || Ok(()), |wait| Ok(stream.synchronize(wait)?))
+    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
+    fn synchronize(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
+        let stream = self.inner()?;
+        waiting(
+            py,
+            timeout.0,
+            || Ok(()),
+            |wait| Ok(stream.synchronize(wait)?),
+        )
     }
 
     /// Makes this stream wait until the work enqueued on ``other`` so far is done
@@ -211,7 +215,7 @@ impl Consumer {
     pub fn optional(
         py: Python<'_>,
         device: &warpipe::Device,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: Given<'_, '_>,
     ) -> PyResult<Option<Consumer>> {
         stream
             .map(|stream| Consumer::from_argument(py, device, stream))
@@ -320,7 +324,7 @@ impl Consumer {
 pub fn stream_of(
     py: Python<'_>,
     device: &warpipe::Device,
-    stream: Option<&Bound<'_, PyAny>>,
+    stream: Given<'_, '_>,
 ) -> PyResult<OwnStream> {
     let Some(stream) = stream else {
         return OwnStream::new(py, device);

@@ -10,13 +10,13 @@ use warpipe::{OptionalExtension, Wait};
 use crate::closeable::Named;
 use crate::detached::OwnStream;
 use crate::device::Device;
-use crate::domain::place;
+use crate::domain::{Domain, place};
 use crate::frame::Frame;
 use crate::inbox::{Calls, Inbox};
 use crate::parts::FrameParts;
 use crate::publisher::word_of;
 use crate::stream::stream_of;
-use crate::wait::{SLICE, Timeout, optional, seconds, waiting};
+use crate::wait::{Given, Limit, SLICE, Timeout, optional, seconds, waiting};
 
 /// The default limit of a receive.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -75,7 +75,7 @@ impl Subscriber {
 #[pymethods]
 impl Subscriber {
     #[new]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0), reconnect = false, timeout = Timeout::Usual,
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO, reconnect = false, timeout = Timeout::USUAL,
         spin = None, handshake_timeout = 5.0, orphan_timeout = 30.0, stream = None),
         text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=..., spin=None, \
         handshake_timeout=5.0, orphan_timeout=30.0, stream=None)")]
@@ -86,18 +86,18 @@ impl Subscriber {
     fn new(
         py: Python<'_>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        wait: Option<f64>,
+        domain: Option<Domain>,
+        device: Option<Device>,
+        wait: Limit,
         reconnect: bool,
         timeout: Timeout,
         spin: Option<f64>,
         handshake_timeout: f64,
         orphan_timeout: f64,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: Given<'_, '_>,
     ) -> PyResult<PyClassInitializer<Subscriber>> {
         let (domain, device) = place(domain, device)?;
-        let (wait, iteration) = (optional(wait, "wait")?, timeout.or(None));
+        let iteration = timeout.or(None);
         let timeout = timeout.or(Some(RECEIVE_TIMEOUT));
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let default = warpipe::SubscriberOptions::at(&domain, &device);
@@ -110,7 +110,7 @@ impl Subscriber {
         };
         let stream = stream_of(py, &device, stream)?;
         let attach = |wait: Wait<'_>| Ok(warpipe::Subscriber::wait_for(name, options, wait)?);
-        let subscriber = waiting(py, wait, || Ok(()), attach)?;
+        let subscriber = waiting(py, wait.0, || Ok(()), attach)?;
         // A frame that was never returned to Python is released as any other.
         let calls = Calls {
             ring: warpipe::Subscriber::ring,
@@ -140,8 +140,8 @@ impl Subscriber {
 
     /// The next frame, without a wait; if there is none, the error of a wait of ``waited`` seconds.
     #[pyo3(signature = (waited, /))]
-    fn _last(&self, py: Python<'_>, waited: Option<f64>) -> PyResult<Py<Frame>> {
-        self.next_within(py, Some(Duration::ZERO), optional(waited, "waited")?)
+    fn _last(&self, py: Python<'_>, waited: Limit) -> PyResult<Py<Frame>> {
+        self.next_within(py, Some(Duration::ZERO), waited.0)
     }
 
     /// How many seconds each step of an iteration lasts at most; None for no limit.
@@ -186,7 +186,7 @@ impl Subscriber {
     /// ``SampleLostError``, ``HandleError``, ``TicketExpiredError``, and, of a publisher that is
     /// stopped, ``HandshakeError``: the frame stays the next; ``LinkClosedError``,
     /// ``ProtocolError``, ``ClosedError``, ``DriverError``.
-    #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
+    #[pyo3(signature = (timeout = Timeout::USUAL), text_signature = "($self, timeout=...)")]
     fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
         let timeout = timeout.or(self.inbox.timeout);
         self.next_within(py, timeout, timeout)

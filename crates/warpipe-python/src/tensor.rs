@@ -28,6 +28,8 @@ pub struct Holding {
     /// For the error of a use after the release.
     what: &'static str,
     number: Option<u64>,
+    /// The loan that this is a part of, which ends with it.
+    loan: Option<Arc<Holding>>,
     pub device: warpipe::Device,
     pub layout: Layout,
     pub read_only: bool,
@@ -49,10 +51,25 @@ struct State {
 impl Holding {
     /// For the `number`th of its kind, if they are counted.
     pub fn new(what: &'static str, number: Option<u64>, memory: Memory) -> Arc<Holding> {
-        Arc::new(Holding {
+        Arc::new(Holding::of(what, number, None, memory))
+    }
+
+    /// For a part of a sample, or of a `loan`.
+    pub fn part_of(loan: Option<&Arc<Holding>>, memory: Memory) -> Arc<Holding> {
+        Arc::new(Holding::of("the part", None, loan.cloned(), memory))
+    }
+
+    fn of(
+        what: &'static str,
+        number: Option<u64>,
+        loan: Option<Arc<Holding>>,
+        memory: Memory,
+    ) -> Holding {
+        Holding {
             home: Home::here(),
             what,
             number,
+            loan,
             device: memory.device.clone(),
             layout: memory.layout,
             read_only: memory.read_only,
@@ -61,7 +78,7 @@ impl Holding {
                 pinned: None,
                 discarded: None,
             }),
-        })
+        }
     }
 
     fn state(&self) -> Outcome<MutexGuard<'_, State>> {
@@ -72,7 +89,9 @@ impl Holding {
     /// The memory, while it is held.
     pub fn memory(&self) -> Outcome<Memory> {
         let memory = self.state()?.memory.clone();
-        memory.ok_or_else(|| self.released())
+        memory
+            .filter(|_| !self.has_loan_ended())
+            .ok_or_else(|| self.released())
     }
 
     /// The memory, for a user that references this object instead of a hold.
@@ -101,7 +120,12 @@ impl Holding {
 
     /// Whether it is released.
     pub fn is_released(&self) -> Outcome<bool> {
-        Ok(self.state()?.memory.is_none())
+        Ok(self.state()?.memory.is_none() || self.has_loan_ended())
+    }
+
+    fn has_loan_ended(&self) -> bool {
+        let loan = self.loan.as_ref();
+        loan.is_some_and(|loan| loan.is_released().unwrap_or(true))
     }
 
     /// An error in a forked child.

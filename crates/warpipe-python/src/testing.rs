@@ -106,14 +106,13 @@ impl Adder {
     #[new]
     fn new(
         py: Python<'_>,
-        device: &Bound<'_, PyAny>,
+        device: Device,
         stream: &Bound<'_, PyAny>,
         count: u64,
         addend: f32,
     ) -> PyResult<Adder> {
-        let device = Device::from_argument(Some(device))?.inner;
-        let consumer = Consumer::from_argument(py, &device, stream)?;
-        call(py, || warpipe_kernels::preload(&device))?;
+        let consumer = Consumer::from_argument(py, &device.inner, stream)?;
+        call(py, || warpipe_kernels::preload(&device.inner))?;
         Ok(Adder {
             consumer,
             count,
@@ -145,15 +144,9 @@ impl Adder {
 /// Memory of ``nbytes`` bytes as another allocator makes it (``cuMemAlloc``), which no descriptor
 /// names.
 #[pyfunction]
-fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<Py<View>> {
-    let on = Device::from_argument(Some(device))?.inner;
-    Py::new(
-        device.py(),
-        View::of(
-            "the allocation",
-            OwnedMemory::Malloc(DeviceMalloc::allocate(&on, nbytes)?),
-        )?,
-    )
+fn _allocate_plain(py: Python<'_>, nbytes: u64, device: Device) -> PyResult<Py<View>> {
+    let malloc = OwnedMemory::Malloc(DeviceMalloc::allocate(&device.inner, nbytes)?);
+    Py::new(py, View::of("the allocation", malloc)?)
 }
 
 /// Fills the launch queue of ``stream`` on a thread of its own, until it is dropped: a call that

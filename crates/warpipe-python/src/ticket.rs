@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::Fault;
 use crate::shared_memory::SharedMemory;
-use crate::wait::{optional, waiting};
+use crate::wait::{Limit, waiting};
 
 /// Names memory of a process on this machine: a text that can be sent through a file, a pipe, an
 /// environment variable, or pickled. It is no secret and grants no access: the owner checks each
@@ -60,8 +60,8 @@ impl Ticket {
     /// Raises ``InvalidNameError``, ``DomainError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None))]
-    fn to(name: &str, domain: Option<&Bound<'_, PyAny>>) -> PyResult<Ticket> {
-        let domain = Domain::from_argument(domain)?;
+    fn to(name: &str, domain: Option<Domain>) -> PyResult<Ticket> {
+        let domain = Domain::or_usual(domain)?;
         Ok(Ticket {
             inner: warpipe::Ticket::to(&domain, name).map_err(Fault::from)?,
         })
@@ -72,12 +72,11 @@ impl Ticket {
     ///
     /// Raises ``SystemCallError``, ``TimeoutError``, ``HandleError``.
     #[staticmethod]
-    #[pyo3(signature = (path, *, wait = Some(0.0)), text_signature = "(path, *, wait=0.0)")]
-    fn read_file(py: Python<'_>, path: PathBuf, wait: Option<f64>) -> PyResult<Ticket> {
-        let wait = optional(wait, "wait")?;
+    #[pyo3(signature = (path, *, wait = Limit::ZERO), text_signature = "(path, *, wait=0.0)")]
+    fn read_file(py: Python<'_>, path: PathBuf, wait: Limit) -> PyResult<Ticket> {
         let inner = waiting(
             py,
-            wait,
+            wait.0,
             || Ok(()),
             |wait| Ok(warpipe::Ticket::read_file(&path, wait)?),
         )?;
@@ -126,19 +125,16 @@ impl Ticket {
     ///
     /// Raises ``NotFoundError``, ``TicketExpiredError``, ``HandleError``, ``OtherKindError``,
     /// ``AccessDeniedError``, ``ArgumentError``, ``DeviceError``.
-    #[pyo3(signature = (*, device = None, wait = Some(0.0)), text_signature = "($self, *, device=None, wait=0.0)")]
+    #[pyo3(signature = (*, device = None, wait = Limit::ZERO), text_signature = "($self, *, device=None, wait=0.0)")]
     fn open<'py>(
         &self,
         py: Python<'py>,
-        device: Option<&Bound<'py, PyAny>>,
-        wait: Option<f64>,
+        device: Option<Device>,
+        wait: Limit,
     ) -> PyResult<Bound<'py, SharedMemory>> {
-        let (device, wait) = (
-            Device::from_argument(device)?.inner,
-            optional(wait, "wait")?,
-        );
+        let device = Device::or_preferred(device);
         let open = |wait: Wait<'_>| Ok(self.inner.open(&device, wait)?);
-        let memory = waiting(py, wait, || Ok(()), open)?;
+        let memory = waiting(py, wait.0, || Ok(()), open)?;
         SharedMemory::make(py, memory)
     }
 

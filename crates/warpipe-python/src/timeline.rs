@@ -6,11 +6,11 @@ use warpipe::Wait;
 use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::place;
+use crate::domain::{Domain, place};
 use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{HELD_UP, optional, waiting};
+use crate::wait::{Given, HELD_UP, Limit, waiting};
 
 /// A named number that only grows: one process's streams signal it, other processes' streams wait
 /// for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
@@ -60,8 +60,8 @@ impl Timeline {
     fn create(
         py: Python<'_>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<Domain>,
+        device: Option<Device>,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Timeline>> {
@@ -82,20 +82,19 @@ impl Timeline {
     /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
     /// ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
     fn open(
         py: Python<'_>,
         name: &str,
-        domain: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        wait: Option<f64>,
+        domain: Option<Domain>,
+        device: Option<Device>,
+        wait: Limit,
     ) -> PyResult<Py<Timeline>> {
         let (domain, device) = place(domain, device)?;
-        let wait = optional(wait, "wait")?;
         let options = warpipe::OpenOptions::at(&domain, &device);
         let open = |wait: Wait<'_>| Ok(warpipe::Timeline::open(name, options, wait)?);
-        let timeline = waiting(py, wait, || Ok(()), open)?;
+        let timeline = waiting(py, wait.0, || Ok(()), open)?;
         Timeline::new(py, name, device, timeline, false)
     }
 
@@ -120,12 +119,7 @@ impl Timeline {
     /// stream has yet to signal), ``TimeoutError`` after 10 s behind another thread's signal,
     /// ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (value, *, stream = None))]
-    fn signal(
-        &self,
-        py: Python<'_>,
-        value: u64,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+    fn signal(&self, py: Python<'_>, value: u64, stream: Given<'_, '_>) -> PyResult<()> {
         let timeline = self.handle.get()?;
         let consumer = Consumer::optional(py, &self.device, stream)?;
         let goes_on = || self.handle.get().map(drop);
@@ -144,16 +138,16 @@ impl Timeline {
     ///
     /// Raises ``PeerGoneError``, ``TimeoutError``, ``ArgumentError``, ``ClosedError``,
     /// ``DriverError``.
-    #[pyo3(signature = (value, *, stream = None, timeout = Some(10.0)),
+    #[pyo3(signature = (value, *, stream = None, timeout = Limit::TEN),
         text_signature = "($self, value, *, stream=None, timeout=10.0)")]
     fn wait(
         &self,
         py: Python<'_>,
         value: u64,
-        stream: Option<&Bound<'_, PyAny>>,
-        timeout: Option<f64>,
+        stream: Given<'_, '_>,
+        timeout: Limit,
     ) -> PyResult<()> {
-        let (timeline, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
+        let timeline = self.handle.get()?;
         if let Some(stream) = stream {
             let consumer = Consumer::from_argument(py, &self.device, stream)?;
             call(py, || timeline.wait(consumer.linked(), value))?;

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use pyo3::PyClass;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use warpipe::{DType, Layout};
@@ -15,7 +16,7 @@ use crate::metadata::bytes_of;
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
-use crate::wait::optional;
+use crate::wait::{Given, Limit};
 
 /// A tensor in held memory, as ``view(shape, dtype)`` gives it. ``Memory``, ``SharedMemory``,
 /// ``Buffer``, ``LentBuffer`` and ``LegacyMemory`` are views of their bytes.
@@ -49,6 +50,16 @@ impl View {
                 hold,
             },
         ))
+    }
+
+    /// An object of a class of such memory.
+    pub fn object<'py, C: PyClass<BaseType = View>>(
+        py: Python<'py>,
+        what: &'static str,
+        place: OwnedMemory,
+        class: C,
+    ) -> PyResult<Bound<'py, C>> {
+        Bound::new(py, View::of(what, place)?.add_subclass(class))
     }
 
     /// A tensor of held memory.
@@ -144,7 +155,7 @@ impl View {
         &self,
         py: Python<'_>,
         tensor: &Bound<'_, PyAny>,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: Given<'_, '_>,
     ) -> PyResult<()> {
         self.check_writable()?;
         let (memory, owner) = (self.memory()?, self.owner()?);
@@ -201,7 +212,7 @@ impl View {
         py: Python<'_>,
         data: &Bound<'_, PyAny>,
         offset: u64,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: Given<'_, '_>,
     ) -> PyResult<()> {
         use crate::copies::Target;
         self.check_writable()?;
@@ -241,9 +252,9 @@ impl View {
     /// ``timeout`` seconds (None: no limit).
     ///
     /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        self.owner()?.settle(py, optional(timeout, "timeout")?)
+    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
+    fn wait(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
+        self.owner()?.settle(py, timeout.0)
     }
 
     /// Gives up this object's part of the memory, which is released when no view or array of it is
@@ -252,7 +263,7 @@ impl View {
     ///
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (*, stream = None))]
-    fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn release(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
         let consumer = Consumer::optional(py, &self.tensor.device, stream)?;
         let Some(memory) = self.tensor.let_go()? else {
             return Ok(());

@@ -15,25 +15,38 @@ use crate::errors::{Fault, Outcome};
 /// How long a signal may go unseen.
 pub const SLICE: Duration = Duration::from_millis(50);
 
-/// A timeout argument: seconds, `None` for no limit, `...` for the endpoint's own.
+/// An argument that may be left out, of a type that another argument decides.
+pub type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// The limit of a wait as an argument: seconds, or `None` for no limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Timeout {
-    /// The endpoint's own.
-    Usual,
-    /// `None`.
-    Forever,
-    /// Seconds.
-    Within(Duration),
+pub struct Limit(pub Option<Duration>);
+
+impl Limit {
+    pub const ZERO: Limit = Limit(Some(Duration::ZERO));
+    pub const TEN: Limit = Limit(Some(Duration::from_secs(10)));
+    pub const NONE: Limit = Limit(None);
 }
 
+impl<'a, 'py> FromPyObject<'a, 'py> for Limit {
+    type Error = PyErr;
+
+    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Limit> {
+        Ok(Limit(optional(found.extract()?, "the limit")?))
+    }
+}
+
+/// A limit as an argument, or `...` for the endpoint's own.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Timeout(Option<Limit>);
+
 impl Timeout {
+    /// The endpoint's own.
+    pub const USUAL: Timeout = Timeout(None);
+
     /// The wait itself, with `usual` for the endpoint's own. `None` is no limit.
     pub fn or(self, usual: Option<Duration>) -> Option<Duration> {
-        match self {
-            Timeout::Usual => usual,
-            Timeout::Forever => None,
-            Timeout::Within(duration) => Some(duration),
-        }
+        self.0.map_or(usual, |limit| limit.0)
     }
 }
 
@@ -41,13 +54,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Timeout {
     type Error = PyErr;
 
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Timeout> {
-        if found.is_none() {
-            return Ok(Timeout::Forever);
-        }
-        if found.is_instance_of::<PyEllipsis>() {
-            return Ok(Timeout::Usual);
-        }
-        Ok(Timeout::Within(seconds(found.extract()?, "timeout")?))
+        let is_usual = found.is_instance_of::<PyEllipsis>();
+        (!is_usual)
+            .then(|| found.extract())
+            .transpose()
+            .map(Timeout)
     }
 }
 
@@ -66,10 +77,7 @@ pub fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>
 
 /// An error unless it is one that a wait takes.
 #[pyfunction]
-#[pyo3(signature = (timeout))]
-pub fn _check_seconds(timeout: Option<f64>) -> PyResult<()> {
-    optional(timeout, "timeout").map(drop)
-}
+pub fn _check_seconds(_timeout: Limit) {}
 
 /// Repeats `look`, which waits no longer than its argument, until it gives something or `timeout`
 /// has passed; then `None`. The interpreter is released meanwhile, and signals are handled.

@@ -21,7 +21,9 @@ use crate::memory_owner::{MemoryOwner, OpenWeights, OwnedMemory, await_stream};
 use crate::process::Home;
 use crate::stream::{Consumer, likely};
 use crate::view::View;
-use crate::wait::{hand_over, in_slices, late, none_if_late, on_a_thread, optional, waiting};
+use crate::wait::{
+    Given, Limit, hand_over, in_slices, late, none_if_late, on_a_thread, waiting,
+};
 use crate::weights_publish::{_publish_weights, PhaseClock, Phases};
 
 /// Adds the classes.
@@ -121,14 +123,10 @@ pub struct Place {
 
 impl Place {
     /// Of arguments.
-    pub fn of(
-        name: &str,
-        device: Option<&Bound<'_, PyAny>>,
-        domain: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Place> {
+    pub fn of(name: &str, device: Option<Device>, domain: Option<Domain>) -> PyResult<Place> {
         Ok(Place {
-            domain: Domain::from_argument(domain)?,
-            device: Device::from_argument(device)?.inner,
+            domain: Domain::or_usual(domain)?,
+            device: Device::or_preferred(device),
             name: name.to_owned(),
         })
     }
@@ -329,18 +327,13 @@ impl SharedWeights {
     ///
     /// Raises ``TimeoutError`` when none came, ``NotFoundError`` when there is no keeper, and as
     /// ``open``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn newer<'py>(
-        &self,
-        py: Python<'py>,
-        timeout: Option<f64>,
-    ) -> PyResult<Bound<'py, SharedWeights>> {
-        let timeout = optional(timeout, "timeout")?;
+    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
+    fn newer<'py>(&self, py: Python<'py>, timeout: Limit) -> PyResult<Bound<'py, SharedWeights>> {
         let goes_on = || self.handle.get().map(drop);
         goes_on()?;
         let opened = self
             .place
-            .open_after(py, self.version(), timeout, goes_on)?;
+            .open_after(py, self.version(), timeout.0, goes_on)?;
         let opened = opened.map_err(Fault::from)?;
         hand_over(py, opened, drop)?.into_python(py)
     }
@@ -410,26 +403,25 @@ impl Follower {
     /// offsets, before anything is changed; ``TimeoutError`` when the work is not done in time, or when
     /// other weights that this process has open share memory that has to change;
     /// ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
-    #[pyo3(signature = (stream = None, *, timeout = Some(10.0)), text_signature = "($self, stream=None, *, timeout=10.0)")]
+    #[pyo3(signature = (stream = None, *, timeout = Limit::TEN), text_signature = "($self, stream=None, *, timeout=10.0)")]
     fn update(
         &self,
         py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
-        timeout: Option<f64>,
+        stream: Given<'_, '_>,
+        timeout: Limit,
     ) -> PyResult<Option<u64>> {
         Ok(self._update(py, stream, timeout)?.0)
     }
 
     /// As ``update``, with the seconds of each step.
-    #[pyo3(signature = (stream = None, timeout = Some(10.0)), text_signature = "($self, stream=None, timeout=10.0)")]
+    #[pyo3(signature = (stream = None, timeout = Limit::TEN), text_signature = "($self, stream=None, timeout=10.0)")]
     fn _update(
         &self,
         py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
-        timeout: Option<f64>,
+        stream: Given<'_, '_>,
+        timeout: Limit,
     ) -> PyResult<(Option<u64>, Phases)> {
         let mut clock = PhaseClock::new();
-        let timeout = optional(timeout, "timeout")?;
         let weights = self.weights.get();
         let owner: Arc<MemoryOwner> = (**weights.handle.get()?).clone();
         let device = &weights.place.device;
@@ -451,7 +443,11 @@ impl Follower {
             return Ok((None, clock.phases));
         }
         let start = Instant::now();
-        let left = || timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+        let left = || {
+            timeout
+                .0
+                .map(|timeout| timeout.saturating_sub(start.elapsed()))
+        };
         for consumer in &consumers {
             await_stream(py, &consumer.stream, left())?;
         }
@@ -468,7 +464,7 @@ impl Follower {
         py.detach(|| drop(next));
         clock.end("close");
         let what = || "the former version".into();
-        let taken = taken?.ok_or_else(|| late(cause.unwrap_or_else(what), timeout))?;
+        let taken = taken?.ok_or_else(|| late(cause.unwrap_or_else(what), timeout.0))?;
         Ok((taken, clock.phases))
     }
 
@@ -578,9 +574,8 @@ impl PublishedWeights {
     /// those that are computed later, until the keeper has them, too.
     ///
     /// Raises ``TimeoutError``; once, the error for which there will be none; ``ClosedError``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn wait_for_hashes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let timeout = optional(timeout, "timeout")?;
+    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
+    fn wait_for_hashes(&self, py: Python<'_>, timeout: Limit) -> PyResult<bool> {
         self.handle.wait(py, timeout, |published, wait| {
             published.wait_for_hashes(wait)
         })
@@ -605,12 +600,12 @@ impl PublishedWeights {
 fn _open_weights<'py>(
     py: Python<'py>,
     name: &str,
-    device: Option<&Bound<'py, PyAny>>,
-    domain: Option<&Bound<'py, PyAny>>,
-    wait: Option<f64>,
+    device: Option<Device>,
+    domain: Option<Domain>,
+    wait: Limit,
 ) -> PyResult<Bound<'py, SharedWeights>> {
-    let (place, wait) = (Place::of(name, device, domain)?, optional(wait, "wait")?);
-    let opened = place.open_after(py, 0, wait, || Ok(()))?;
+    let place = Place::of(name, device, domain)?;
+    let opened = place.open_after(py, 0, wait.0, || Ok(()))?;
     let opened = opened.map_err(Fault::from)?;
     hand_over(py, opened, drop)?.into_python(py)
 }
@@ -620,11 +615,11 @@ fn _open_weights<'py>(
 fn _keep_weights(
     py: Python<'_>,
     name: &str,
-    domain: Option<&Bound<'_, PyAny>>,
+    domain: Option<Domain>,
     allow_uids: Vec<u32>,
     allow_gids: Vec<u32>,
 ) -> PyResult<Py<Keeper>> {
-    let domain = Domain::from_argument(domain)?;
+    let domain = Domain::or_usual(domain)?;
     let options = weights::KeeperOptions {
         allow_uids,
         allow_gids,
@@ -642,11 +637,11 @@ fn _keep_weights(
 fn _verify_weights(
     py: Python<'_>,
     name: &str,
-    device: Option<&Bound<'_, PyAny>>,
-    domain: Option<&Bound<'_, PyAny>>,
-    wait: Option<f64>,
+    device: Option<Device>,
+    domain: Option<Domain>,
+    wait: Limit,
 ) -> PyResult<u64> {
-    let (place, wait) = (Place::of(name, device, domain)?, optional(wait, "wait")?);
+    let place = Place::of(name, device, domain)?;
     let verify = |wait: Wait<'_>| {
         Ok(weights::SharedWeights::verify(
             &place.name,
@@ -654,5 +649,5 @@ fn _verify_weights(
             wait,
         )?)
     };
-    waiting(py, wait, || Ok(()), verify)
+    waiting(py, wait.0, || Ok(()), verify)
 }

@@ -6,17 +6,17 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyInt, PyType};
+use pyo3::types::{PyInt, PyType};
 use warpipe::weights::{BaseVersion, Hashing, TensorsInPlace, Weights, WeightsBuilder};
 use warpipe::{Error, Layout, Wait};
 
 use crate::copies::refuse_capture;
 use crate::detached::{OwnStream, call};
 use crate::device::{Device, is_cuda};
-use crate::domain::Domain;
+use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome, is_of_this_package};
 use crate::in_place::{ZeroCopy, add_in_place};
 use crate::interpreter_exit::LibraryHeld;
@@ -25,55 +25,11 @@ use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range};
 use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::view::View;
-use crate::wait::{optional, waiting};
+use crate::wait::{Limit, waiting};
 use crate::weights::{LOOK, PublishedWeights, SharedWeights};
 
 /// How often a loop over tensors looks for signals.
 const LOOK_EVERY: usize = 4096;
-
-/// The arguments of `publish` that have a name.
-struct Options<'py> {
-    device: Option<Bound<'py, PyAny>>,
-    domain: Option<Bound<'py, PyAny>>,
-    wait: Option<Duration>,
-    zero_copy: ZeroCopy,
-    hashing: Hashing,
-    row_major: bool,
-    metadata: Vec<u8>,
-    base: Option<Base>,
-}
-
-impl<'py> Options<'py> {
-    fn of(given: &Bound<'py, PyDict>) -> PyResult<Options<'py>> {
-        let get = |name: &str| -> PyResult<Option<Bound<'py, PyAny>>> {
-            Ok(given.get_item(name)?.filter(|value| !value.is_none()))
-        };
-        let word = |name: &str, usual: &str| -> PyResult<String> {
-            get(name)?.map_or(Ok(usual.to_owned()), |word| word.extract())
-        };
-        let (hash, layout) = (word("hash", "device")?, word("layout", "as_is")?);
-        let hashing = Hashing::from_name(&hash)
-            .ok_or_else(|| Fault::argument("hash", &hash, "'device', 'later' or 'none'"))?;
-        let row_major = match layout.as_str() {
-            "row_major" => true,
-            "as_is" => false,
-            _ => return Err(Fault::argument("layout", layout, "'as_is' or 'row_major'").into()),
-        };
-        let wait = get("wait")?.map(|wait| wait.extract()).transpose()?;
-        let zero_copy = get("zero_copy")?.map(|it| it.extract()).transpose()?;
-        let metadata = get("metadata")?.map(|json| json.extract()).transpose()?;
-        Ok(Options {
-            device: get("device")?,
-            domain: get("domain")?,
-            wait: optional(wait, "wait")?,
-            zero_copy: zero_copy.unwrap_or(ZeroCopy::No),
-            hashing,
-            row_major,
-            metadata: metadata.unwrap_or_default(),
-            base: get("base")?.as_ref().map(Base::of).transpose()?,
-        })
-    }
-}
 
 /// A tensor to be published.
 struct Found<'py> {
@@ -145,24 +101,44 @@ impl PhaseClock {
 /// Publishes tensors: the publication, their number, why some were copied that were to be published
 /// where they lie, and the seconds of each step.
 #[pyfunction]
+#[pyo3(signature = (name, names, tensors, *, device = None, domain = None, wait = Limit::NONE, zero_copy = ZeroCopy::No,
+    hash = "device", layout = "as_is", metadata = Vec::new(), base = None),
+    text_signature = "(name, names, tensors, *, device=None, domain=None, wait=None, zero_copy=False, hash='device', \
+    layout='as_is', metadata=b'', base=None)")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "keyword arguments, each with a default"
+)]
 pub fn _publish_weights(
     py: Python<'_>,
     name: &str,
     names: Vec<String>,
     tensors: Vec<Bound<'_, PyAny>>,
-    options: &Bound<'_, PyDict>,
+    device: Option<Device>,
+    domain: Option<Domain>,
+    wait: Limit,
+    zero_copy: ZeroCopy,
+    hash: &str,
+    layout: &str,
+    metadata: Vec<u8>,
+    base: Option<Base>,
 ) -> PyResult<Publication> {
     let mut clock = PhaseClock::new();
-    let options = Options::of(options)?;
-    let domain = Domain::from_argument(options.domain.as_ref())?;
-    let device = Device::from_argument(options.device.as_ref())?.inner;
+    let hashing = Hashing::from_name(hash)
+        .ok_or_else(|| Fault::argument("hash", hash, "'device', 'later' or 'none'"))?;
+    let row_major = match layout {
+        "row_major" => true,
+        "as_is" => false,
+        _ => return Err(Fault::argument("layout", layout, "'as_is' or 'row_major'").into()),
+    };
+    let (domain, device) = place(domain, device)?;
     let own = OwnStream::new(py, &device)?;
     let search = Search {
         device: &device,
         own: &own,
         torch: PlainTorch::of(py, &device)?,
-        row_major: options.row_major,
-        zero_copy: options.zero_copy,
+        row_major,
+        zero_copy,
     };
     let (found, aliases) = search.find_all(py, names, tensors)?;
     let count = found.len();
@@ -181,13 +157,6 @@ pub fn _publish_weights(
         .iter()
         .map(|(_, tensor)| (tensor.name.clone(), tensor.layout))
         .collect();
-    let Options {
-        hashing,
-        metadata,
-        wait,
-        base,
-        ..
-    } = options;
     let build = || -> Result<WeightsBuilder, Error> {
         let laid = laid.iter().map(|(name, layout)| (name.as_str(), *layout));
         let mut builder = Weights::builder(&device, laid)?;
@@ -212,20 +181,22 @@ pub fn _publish_weights(
         clock.end("offer");
         Ok((published, weights.bytes(), clock.phases))
     };
-    let (published, nbytes, phases) = waiting(py, wait, || Ok(()), publish)?;
+    let (published, nbytes, phases) = waiting(py, wait.0, || Ok(()), publish)?;
     let published = PublishedWeights::of(py, name, published, nbytes, copied)?;
     Ok((published, count, refused, phases))
 }
 
 /// A version that the new one shares tensors with.
-enum Base {
+pub enum Base {
     Held(BaseVersion),
     /// The keeper offers it.
     Number(u64),
 }
 
-impl Base {
-    fn of(found: &Bound<'_, PyAny>) -> PyResult<Base> {
+impl<'a, 'py> FromPyObject<'a, 'py> for Base {
+    type Error = PyErr;
+
+    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Base> {
         if let Ok(published) = found.cast::<PublishedWeights>() {
             return Ok(Base::Held(published.get().as_base()?));
         }
@@ -240,7 +211,9 @@ impl Base {
         let allowed = "a version's number, what `publish` returned, or open weights";
         Err(Fault::argument("base", found.repr()?, allowed).into())
     }
+}
 
+impl Base {
     fn find(self, domain: &warpipe::Domain, name: &str, wait: &Wait<'_>) -> Outcome<BaseVersion> {
         match self {
             Base::Held(base) => Ok(base),

@@ -14,12 +14,14 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 use crate::closeable::Named;
+use crate::device::Device;
+use crate::domain::Domain;
 use crate::errors::no_pickle;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::Callback;
 use crate::process::Home;
-use crate::wait::{hand_over, in_slices, optional};
+use crate::wait::{Limit, hand_over, in_slices};
 use crate::weights::{LOOK, Place, SharedWeights, Version, is_for_now};
 
 /// What the thread and the watch share.
@@ -200,8 +202,8 @@ impl Watch {
     #[pyo3(signature = (name, *, device = None, domain = None, after = 0, on = None))]
     fn new(
         name: &str,
-        device: Option<&Bound<'_, PyAny>>,
-        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<Device>,
+        domain: Option<Domain>,
         after: u64,
         on: Option<Py<PyAny>>,
     ) -> PyResult<PyClassInitializer<Watch>> {
@@ -244,19 +246,21 @@ impl Watch {
     ///
     /// Raises ``ArgumentError`` if this watch has a callback, which gets the versions;
     /// ``ClosedError``, and as ``open``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
     fn changes<'py>(
         &self,
         py: Python<'py>,
-        timeout: Option<f64>,
+        timeout: Limit,
     ) -> PyResult<Option<Bound<'py, SharedWeights>>> {
-        let (timeout, start) = (optional(timeout, "timeout")?, Instant::now());
+        let start = Instant::now();
         if self.callback.is_some() {
             let next = "a watch without `on`";
             return Err(Fault::argument("on", "a callback, which gets the versions", next).into());
         }
         loop {
-            let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            let left = timeout
+                .0
+                .map(|timeout| timeout.saturating_sub(start.elapsed()));
             let Some(given) = self.told(py, left)? else {
                 return Ok(None);
             };
@@ -302,7 +306,7 @@ impl Watch {
 
     /// The next version, without a limit; the iteration ends when the watch is closed.
     fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, SharedWeights>>> {
-        match self.changes(py, None) {
+        match self.changes(py, Limit::NONE) {
             Err(_) if self.handle.is_closed()? => Err(PyStopIteration::new_err(())),
             other => other,
         }

@@ -921,7 +921,18 @@ class Watch(_Named):
     def __reduce__(self) -> Never: ...
 
 def _publish_weights(
-    name: str, names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]
+    name: str,
+    names: Sequence[str],
+    tensors: Sequence[Any],
+    *,
+    device: _DeviceLike | None = None,
+    domain: _DomainLike | None = None,
+    wait: float | None = None,
+    zero_copy: bool | str = False,
+    hash: str = "device",
+    layout: str = "as_is",
+    metadata: bytes = b"",
+    base: Any = None,
 ) -> tuple[PublishedWeights, int, list[str], list[tuple[str, float]]]: ...
 def _open_weights(
     name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None

@@ -75,6 +75,34 @@ def test_a_loan_of_several_is_filled_by_name(link, device):
         equal(frame, {"a": np.full((2, 3), 5, "f4"), "b": np.full(4, 7, "i2")})
 
 
+def test_a_part_of_a_loan_ends_with_the_loan(link):
+    publisher, subscriber = link
+    for end in (lambda loan: loan.send(), lambda loan: loan.discard()):
+        loan = publisher.loan_parts({"image": ((4,), "uint8")})
+        part = loan["image"]
+        part.numpy()[...] = 1
+        end(loan)
+        assert part.released
+        for use in (part.numpy, lambda part=part: part.ptr, lambda part=part: memoryview(part)):
+            with pytest.raises(warpipe.ReleasedError):
+                use()
+    assert subscriber.receive()["image"].tobytes() == b"\1" * 4
+
+
+@pytest.mark.parametrize("length", [4096, 4097])
+def test_metadata_that_is_too_long_beside_several_tensors_is_an_error_of_metadata(link, length):
+    publisher, subscriber = link
+    with pytest.raises(warpipe.MetadataError, match="at most 4096 bytes"):
+        publisher.send(tensors(), metadata=bytes(length))
+    with pytest.raises(warpipe.MetadataError, match="at most 4096 bytes"):
+        publisher.loan_parts({"image": ((4,), "uint8")}, metadata=bytes(length))
+    loan = publisher.loan_parts({"image": ((4,), "uint8")})
+    with pytest.raises(warpipe.MetadataError, match="at most 4096 bytes"):
+        loan.set_metadata(bytes(length))
+    loan.discard()
+    assert subscriber.try_receive() is None
+
+
 def test_tensors_are_sent_where_they_lie_all_or_none(link, device):
     publisher, subscriber = link
     first, second = Tensor(device), Tensor(device)

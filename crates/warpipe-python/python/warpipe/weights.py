@@ -192,12 +192,12 @@ def publish_in_phases(
     if not hasattr(state_dict, "items"):
         said = f"a {type(state_dict).__name__} is no mapping of names to tensors"
         raise NotATensorError(f"{said}; give a dict: a module's state_dict(), or dict(module.named_parameters())")
-    json_text = None if metadata is None else json.dumps(metadata, allow_nan=False).encode()
+    json_text = b"" if metadata is None else json.dumps(metadata, allow_nan=False).encode()
     names, tensors = _lists(state_dict)
     options |= {"zero_copy": zero_copy, "metadata": json_text}
     if options.get("device") is None:
         options["device"] = _first_gpu(tensors)
-    published, count, refused, phases = _warpipe._publish_weights(name, names, tensors, options)
+    published, count, refused, phases = _warpipe._publish_weights(name, names, tensors, **options)
     if refused:
         more = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         said = f"{len(refused)} of {count} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"
