@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::Wait;
@@ -11,7 +10,7 @@ use warpipe::Wait;
 use crate::closeable::{Closeable, Named};
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::{Domain, place};
+use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::LibraryHeld;
@@ -20,7 +19,7 @@ use crate::process::Home;
 use crate::stream::Consumer;
 use crate::torch_allocator;
 use crate::view::View;
-use crate::wait::{Given, Limit, waiting};
+use crate::wait::{Given, Limit};
 
 /// Shares memory that other libraries allocate in this process, for ``warpipe.torch``.
 #[pyclass(frozen, extends = Named, module = "warpipe._warpipe", name = "_AllocationServer")]
@@ -137,11 +136,8 @@ impl AllocationClient {
         device: Device,
         domain: Option<Domain>,
     ) -> PyResult<PyClassInitializer<AllocationClient>> {
-        let (domain, device) = place(domain, Some(device))?;
-        let now = Some(Duration::ZERO);
-        let options = warpipe::OpenOptions::at(&domain, &device);
-        let open = |wait: Wait<'_>| Ok(warpipe::AllocationClient::open(name, options, wait)?);
-        let client = waiting(py, now, || Ok(()), open)?;
+        let open = |options, wait: Wait<'_>| warpipe::AllocationClient::open(name, options, wait);
+        let (client, _) = opened(py, (domain, Some(device)), Limit::ZERO, open)?;
         let handle = CloseableHandle::new("client of allocations", name, client)?;
         let base = handle.base();
         Ok(base.add_subclass(AllocationClient { handle }))

@@ -116,12 +116,7 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
     };
     // Nothing says which stream will use it.
     for consumer in likely(py, &memory.device)? {
-        match &memory.hold {
-            MemoryHolder::Sample(lent) => lent.note(&consumer),
-            MemoryHolder::Loan(lease) => lease.consumers.note(&consumer),
-            MemoryHolder::Owned(owner) => owner.admit(py, &consumer)?,
-            MemoryHolder::Copy(_) => {}
-        }
+        memory.hold.note(py, &consumer)?;
     }
     let dict = interface(py, memory, &typestr)?;
     dict.set_item("stream", py.detach(|| awaited(memory))?)?;

@@ -5,8 +5,7 @@ use std::sync::{Arc, Weak};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::device::Device;
-use crate::errors::{Fault, no_pickle};
+use crate::errors::Fault;
 use crate::interpreter_exit::Endpoint;
 use crate::process::Home;
 
@@ -55,23 +54,6 @@ impl Closeable {
             return Err(Fault::closed(&slf.get_type().name()?.to_string_lossy(), "").into());
         }
         Ok(slf)
-    }
-
-    fn __reduce__(slf: &Bound<'_, Closeable>) -> PyResult<()> {
-        let next = "open it in the other process, by its name";
-        Err(no_pickle(&format!("a {}", slf.get_type().name()?), next))
-    }
-
-    /// With its name and its device, if it has them.
-    fn __repr__(slf: &Bound<'_, Closeable>) -> PyResult<String> {
-        let mut told = Vec::new();
-        if let Ok(name) = slf.getattr("name") {
-            told.push(format!("{:?}", name.extract::<String>()?));
-        }
-        if let Ok(device) = slf.getattr("device") {
-            told.push(device.cast::<Device>()?.get().inner.to_string());
-        }
-        Ok(format!("{}({})", slf.get_type().name()?, told.join(", ")))
     }
 
     /// Calls the class's own ``close``, which may do more.

@@ -5,11 +5,14 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use warpipe::{OpenOptions, Wait};
+
 use crate::detached::call;
 use crate::device::Device;
 use crate::errors::Fault;
 use crate::thread_exit;
 use crate::tuples;
+use crate::wait::{Limit, waiting};
 
 /// The directory in which endpoint names live.
 ///
@@ -55,6 +58,19 @@ pub fn place(
     device: Option<Device>,
 ) -> PyResult<(warpipe::Domain, warpipe::Device)> {
     Ok((Domain::or_usual(domain)?, Device::or_preferred(device)))
+}
+
+/// Opens what has a name, waiting for it, on a device.
+pub fn opened<T: Send>(
+    py: Python<'_>,
+    (domain, device): (Option<Domain>, Option<Device>),
+    wait: Limit,
+    open: impl FnOnce(OpenOptions, Wait<'_>) -> warpipe::Result<T> + Send,
+) -> PyResult<(T, warpipe::Device)> {
+    let (domain, device) = place(domain, device)?;
+    let options = OpenOptions::at(&domain, &device);
+    let opened = waiting(py, wait.0, || Ok(()), |wait| Ok(open(options, wait)?))?;
+    Ok((opened, device))
 }
 
 #[pymethods]

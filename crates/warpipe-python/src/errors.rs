@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use pyo3::exceptions::{PyKeyError, PyTypeError};
+use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
@@ -309,11 +309,4 @@ fn raise(
         Ok(PyErr::from_value(exception))
     })();
     made.unwrap_or_else(|error: PyErr| error)
-}
-
-/// The error of pickling something that belongs to a process.
-pub fn no_pickle(what: &str, next: &str) -> PyErr {
-    PyTypeError::new_err(format!(
-        "{what} belongs to its process and cannot be pickled; {next}"
-    ))
 }

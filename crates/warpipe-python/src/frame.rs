@@ -4,14 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyTuple};
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::Outcome;
 use crate::memory::{Memory, MemoryHolder, SampleHolder};
-use crate::stream::Consumer;
-use crate::tensor::{Holding, Tensor};
+use crate::tensor::{Held, Holding};
 use crate::tuples::Info;
-use crate::wait::{Given, Timeout, waiting};
+use crate::wait::{Timeout, waiting};
 
 /// A received tensor in its publisher's memory, lent until it is released, and read in place.
 ///
@@ -24,7 +23,7 @@ use crate::wait::{Given, Timeout, waiting};
 /// work that the streams of those arrays have been given by then. ``release()``, ``finish()`` and
 /// the end of a ``with`` block give up this object's part. The memory is read only: NumPy knows
 /// that; PyTorch does not, and faults on a write.
-#[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "Sample")]
+#[pyclass(frozen, subclass, extends = Held, module = "warpipe", name = "Sample")]
 #[derive(Debug)]
 pub struct Frame {
     owner: Arc<Holding>,
@@ -88,7 +87,7 @@ impl Frame {
 
     /// The object together with its base class.
     pub fn whole(self) -> PyClassInitializer<Frame> {
-        Tensor::of(&self.owner).add_subclass(self)
+        Held::of(&self.owner).add_subclass(self)
     }
 
     /// Its memory, while it is held.
@@ -101,13 +100,9 @@ impl Frame {
         Ok(lent_of(self.owner.memory()?))
     }
 
-    /// For `__repr__`.
-    pub fn described(&self) -> String {
-        self.owner.described()
-    }
-
-    fn give_up(&self) -> Outcome<Option<Arc<SampleHolder>>> {
-        Ok(self.owner.let_go()?.map(lent_of))
+    /// Gives up this object's part of the memory.
+    pub fn release(&self, py: Python<'_>) -> PyResult<()> {
+        self.owner.release(py, None)
     }
 }
 
@@ -150,7 +145,8 @@ impl Frame {
     #[pyo3(signature = (timeout = Timeout::USUAL), text_signature = "($self, timeout=...)")]
     fn finish(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
         let timeout = timeout.or(self.patience);
-        let lent = self.give_up()?.ok_or_else(|| self.owner.released())?;
+        let lent = self.owner.let_go()?.map(lent_of);
+        let lent = lent.ok_or_else(|| self.owner.released())?;
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
                 let receipt = py.detach(|| sole.release())?;
@@ -159,41 +155,5 @@ impl Frame {
             // Arrays of it stay valid; the slot is released after the last of them.
             Err(shared) => shared.wait(py, timeout),
         }
-    }
-
-    /// Gives up this object's part of the memory, which goes back when no array made of it is left.
-    /// With ``stream``, not before the work enqueued there so far is done. Releasing twice is no
-    /// error.
-    ///
-    /// Raises ``ArgumentError`` for a stream of another device.
-    #[pyo3(signature = (*, stream = None))]
-    pub fn release(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
-        let consumer = Consumer::optional(py, &self.owner.device, stream)?;
-        let lent = self.give_up()?;
-        if let (Some(lent), Some(consumer)) = (&lent, &consumer) {
-            lent.note(consumer);
-        }
-        py.detach(|| drop(lent));
-        Ok(())
-    }
-
-    /// The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once
-    /// the data is complete.
-    ///
-    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``.
-    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.owner.bytes(py)
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.release(py, None)
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "Sample({:?}, sequence={}, {})",
-            self.owner.layout, self.sequence, self.owner.device
-        )
     }
 }

@@ -14,7 +14,7 @@ use pyo3::types::PyTuple;
 use warpipe::{Error, JobEnd, StateFault, Wait};
 
 use crate::detached::detached;
-use crate::errors::{Fault, Outcome, no_pickle};
+use crate::errors::{Fault, Outcome};
 use crate::job::{self, Watch};
 use crate::job_endpoint::{JobEndpoint, Submitted};
 use crate::stream::imported;
@@ -390,6 +390,11 @@ impl Future {
     }
 
     #[getter]
+    fn _name(&self) -> &str {
+        &self.endpoint.name
+    }
+
+    #[getter]
     fn _queue(&self) -> u64 {
         self.endpoint.number
     }
@@ -435,21 +440,6 @@ impl Future {
 
     fn __clear__(&self) {
         self.waits.clear();
-    }
-
-    fn __reduce__(slf: &Bound<'_, Self>) -> PyResult<()> {
-        let next =
-            "wait for its outcome here, and send a copy of that: numpy.array(handle.result())";
-        Err(no_pickle(&format!("a {}", slf.get_type().name()?), next))
-    }
-
-    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
-        let (class, this) = (slf.get_type().name()?, slf.get());
-        Ok(format!(
-            "{class}({:?}, job={})",
-            this.endpoint.name,
-            this.source.id()
-        ))
     }
 }
 

@@ -83,17 +83,7 @@ impl Result {
 }
 
 #[pymethods]
-impl Result {
-    fn __repr__(slf: &Bound<'_, Result>) -> String {
-        let Result {
-            job,
-            attempt,
-            worker_pid,
-        } = slf.get();
-        let frame = slf.as_super().get().described();
-        format!("JobResult({frame}, job={job}, attempt={attempt}, worker_pid={worker_pid})")
-    }
-}
+impl Result {}
 
 /// The results of a queue one by one, see ``Queue.results``: for ``for``, or ``async for``.
 ///

@@ -218,11 +218,6 @@ impl Jobs {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.endpoint.close(py)
     }
-
-    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
-        let (class, this) = (slf.get_type().name()?, &slf.get().endpoint);
-        Ok(format!("{class}({:?}, {})", this.name, this.device))
-    }
 }
 
 impl Drop for Jobs {

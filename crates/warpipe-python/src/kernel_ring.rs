@@ -8,11 +8,11 @@ use warpipe::{RingInfo, Wait};
 use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::{Domain, place};
+use crate::domain::{Domain, opened, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::{Consumer, Consumers};
-use crate::wait::{Limit, waiting};
+use crate::wait::Limit;
 
 /// A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
 /// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
@@ -64,37 +64,7 @@ impl Drop for Ring {
     }
 }
 
-/// One of the kernels that the ring launches on a stream.
-#[derive(Debug, Clone, Copy)]
-enum Step {
-    Wait,
-    Publish,
-    Release,
-}
-
-impl Step {
-    fn enqueue(self, ring: &warpipe::KernelRing, stream: &warpipe::Stream) -> warpipe::Result<()> {
-        match self {
-            Step::Wait => ring.wait_on(stream),
-            Step::Publish => ring.publish_on(stream),
-            Step::Release => ring.release_on(stream),
-        }
-    }
-
-    /// On a stream of another framework that is being captured; the ring records `user`.
-    fn capture(
-        self,
-        ring: &warpipe::KernelRing,
-        stream: &warpipe::Stream,
-        user: &warpipe::Stream,
-    ) -> warpipe::Result<()> {
-        match self {
-            Step::Wait => ring.capture_wait(stream, user),
-            Step::Publish => ring.capture_pass(true, stream, user),
-            Step::Release => ring.capture_pass(false, stream, user),
-        }
-    }
-}
+type Capture = fn(&warpipe::KernelRing, &warpipe::Stream, &warpipe::Stream) -> warpipe::Result<()>;
 
 impl KernelRing {
     fn new(
@@ -122,8 +92,15 @@ impl KernelRing {
         })
     }
 
-    /// Enqueues a step on a stream.
-    fn step(&self, py: Python<'_>, stream: &Bound<'_, PyAny>, step: Step) -> PyResult<()> {
+    /// Has the ring launch a kernel on a stream; `capture` does so on a stream of another framework
+    /// that is being captured, where the ring records the last of its arguments.
+    fn step(
+        &self,
+        py: Python<'_>,
+        stream: &Bound<'_, PyAny>,
+        step: fn(&warpipe::KernelRing, &warpipe::Stream) -> warpipe::Result<()>,
+        capture: Capture,
+    ) -> PyResult<()> {
         let ring = self.handle.get()?;
         let consumer = Consumer::from_argument(py, &self.device, stream)?;
         let linked = match consumer.follow(py) {
@@ -131,12 +108,12 @@ impl KernelRing {
             // No other stream of ours may join the capture, so the step is recorded there itself.
             Err(Fault::Library(warpipe::Error::State(warpipe::StateFault::Capturing(_)))) => {
                 ring.consumers.note(&consumer);
-                let captured = || step.capture(&ring.inner, &consumer.stream, consumer.linked());
+                let captured = || capture(&ring.inner, &consumer.stream, consumer.linked());
                 return call(py, captured);
             }
             Err(other) => return Err(other.into()),
         };
-        call(py, || step.enqueue(&ring.inner, linked))?;
+        call(py, || step(&ring.inner, linked))?;
         Ok(consumer.lead(py)?)
     }
 }
@@ -205,10 +182,8 @@ impl KernelRing {
         device: Option<Device>,
         wait: Limit,
     ) -> PyResult<Py<KernelRing>> {
-        let (domain, device) = place(domain, device)?;
-        let options = warpipe::OpenOptions::at(&domain, &device);
-        let open = |wait: Wait<'_>| Ok(warpipe::KernelRing::open(name, options, wait)?);
-        let ring = waiting(py, wait.0, || Ok(()), open)?;
+        let open = |options, wait: Wait<'_>| warpipe::KernelRing::open(name, options, wait);
+        let (ring, device) = opened(py, (domain, device), wait, open)?;
         KernelRing::new(py, name, device, ring)
     }
 
@@ -259,7 +234,8 @@ impl KernelRing {
     /// Raises ``ArgumentError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (*, stream))]
     fn wait_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.step(py, stream, Step::Wait)
+        let capture: Capture = warpipe::KernelRing::capture_wait;
+        self.step(py, stream, warpipe::KernelRing::wait_on, capture)
     }
 
     /// The producer: publishes the item that ``wait_on`` waited for, behind the work on ``stream`` so
@@ -268,7 +244,8 @@ impl KernelRing {
     /// Raises as ``wait_on``.
     #[pyo3(signature = (*, stream))]
     fn publish_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.step(py, stream, Step::Publish)
+        let capture: Capture = |ring, stream, user| ring.capture_pass(true, stream, user);
+        self.step(py, stream, warpipe::KernelRing::publish_on, capture)
     }
 
     /// A consumer: releases the item that ``wait_on`` waited for, behind the work on ``stream`` so far.
@@ -276,7 +253,8 @@ impl KernelRing {
     /// Raises as ``wait_on``.
     #[pyo3(signature = (*, stream))]
     fn release_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.step(py, stream, Step::Release)
+        let capture: Capture = |ring, stream, user| ring.capture_pass(false, stream, user);
+        self.step(py, stream, warpipe::KernelRing::release_on, capture)
     }
 
     /// Returns if every finished wait of a ``wait_on`` was given its item. Synchronize the stream
@@ -292,19 +270,6 @@ impl KernelRing {
     /// Raises ``ClosedError``.
     fn stop(&self) -> PyResult<()> {
         Ok(Outcome::Ok(self.handle.get()?.inner.stop())?)
-    }
-
-    fn __repr__(&self) -> String {
-        let side = if self.is_producer {
-            "producer"
-        } else {
-            "consumer"
-        };
-        format!(
-            "KernelRing({:?}, {side}, {})",
-            self.handle.name(),
-            self.device
-        )
     }
 }
 

@@ -133,7 +133,7 @@ impl Lease {
             // A lease that cannot be given back counts as failed when it is dropped: no caller is
             // left to get the error.
             let _ = lease.get().return_unused(py);
-            let _ = lease.bind(py).as_super().get().release(py, None);
+            let _ = lease.bind(py).as_super().get().release(py);
         }
     }
 
@@ -294,7 +294,7 @@ impl Lease {
         py.detach(|| lease.answer_handle().map(|mut unsaid| *unsaid = back))?;
         word.discard_output(py);
         if has_answer {
-            slf.as_super().get().release(py, None)?;
+            slf.as_super().get().release(py)?;
         }
         said
     }
@@ -407,7 +407,7 @@ impl Lease {
     ) -> PyResult<bool> {
         let goes_on = |answered: PyResult<()>| answered.map(|()| false);
         if slf.get().has_answer(slf.py())? {
-            return goes_on(slf.as_super().get().release(slf.py(), None));
+            return goes_on(slf.as_super().get().release(slf.py()));
         }
         let Some(kind) = kind else {
             let reason = "its worker left it without an answer".into();
@@ -425,12 +425,6 @@ impl Lease {
         Lease::answer(slf, LeaseAnswer::Fail(reason))?;
         slf.get().log(slf.py(), (kind, error, trace))?;
         Ok(true)
-    }
-
-    fn __repr__(slf: &Bound<'_, Lease>) -> PyResult<String> {
-        let Lease { job, attempt, .. } = slf.get();
-        let input = slf.as_super().get().described();
-        Ok(format!("Lease({input}, job={job}, attempt={attempt})"))
     }
 }
 
@@ -463,9 +457,5 @@ impl Output {
             return loan.discard(py, None);
         }
         Lease::complete(slf.get().lease.bind(py), Some(slf.as_any()), None, None)
-    }
-
-    fn __repr__(slf: &Bound<'_, Output>) -> String {
-        format!("Output({})", slf.as_super().get().described())
     }
 }

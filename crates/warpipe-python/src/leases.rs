@@ -222,10 +222,4 @@ impl Leases {
         self.next_within(py, self.inbox.timeout, self.inbox.timeout)
             .map_err(end_if_graceful)
     }
-
-    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
-        let (class, this) = (slf.get_type().name()?, slf.get());
-        let device = &this.context.device;
-        Ok(format!("{class}({:?}, {device})", this.inbox.name))
-    }
 }

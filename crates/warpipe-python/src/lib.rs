@@ -128,6 +128,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<domain::Domain>()?;
     module.add_class::<stream::Stream>()?;
     module.add_class::<tensor::Tensor>()?;
+    module.add_class::<tensor::Held>()?;
     module.add_class::<closeable::Closeable>()?;
     module.add_class::<closeable::Named>()?;
     module.add_class::<publisher::Publisher>()?;
@@ -151,7 +152,6 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<shared_memory::Published>()?;
     module.add_class::<shared_memory::SharedMemory>()?;
     module.add_class::<ticket::Ticket>()?;
-    module.add_class::<ticket::MemoryInfo>()?;
     module.add_class::<legacy::LegacyHandle>()?;
     module.add_class::<legacy::LegacyMemory>()?;
     module.add_class::<pool::Pool>()?;

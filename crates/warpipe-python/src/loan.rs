@@ -109,11 +109,6 @@ impl Loan {
         self.block
     }
 
-    /// For `__repr__`.
-    pub fn described(&self) -> String {
-        self.owner.described()
-    }
-
     fn take(&self) -> Outcome<Open> {
         self.open()?.take().ok_or_else(|| self.owner.released())
     }
@@ -209,10 +204,6 @@ impl Loan {
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         self.discard(py, None)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Loan({})", self.owner.described())
     }
 }
 

@@ -27,7 +27,8 @@ use crate::wait::{Limit, SLICE, on_a_thread};
 #[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Member {
-    handle: CloseableHandle<warpipe::Member>,
+    /// Until it is closed, or dropped.
+    _handle: CloseableHandle<warpipe::Member>,
     /// The role that it states.
     #[pyo3(get)]
     role: String,
@@ -64,8 +65,8 @@ impl Member {
         })?;
         let generation = joined.generation;
         let role = role.to_owned();
-        CloseableHandle::object(py, "membership", name, joined, |handle| Member {
-            handle,
+        CloseableHandle::object(py, "membership", name, joined, |_handle| Member {
+            _handle,
             role,
             generation,
         })
@@ -75,10 +76,6 @@ impl Member {
     #[getter]
     fn generation<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.generation)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Member({:?}, role={:?})", self.handle.name(), self.role)
     }
 }
 

@@ -228,6 +228,15 @@ impl Drop for SampleHolder {
 }
 
 impl MemoryHolder {
+    /// Records a user, without making it wait for the data of a sample.
+    pub fn note(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<()> {
+        match self {
+            MemoryHolder::Owned(owner) => owner.admit(py, consumer)?,
+            other => drop(other.consumers().map(|users| users.note(consumer))),
+        }
+        Ok(())
+    }
+
     /// The users that are asked before it is released.
     fn consumers(&self) -> Option<&Consumers> {
         match self {

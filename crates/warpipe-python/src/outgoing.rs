@@ -95,8 +95,4 @@ impl Outgoing {
             Outgoing::send(slf, None).map(drop)
         }
     }
-
-    fn __repr__(slf: &Bound<'_, Outgoing>) -> String {
-        format!("SampleMut({})", slf.as_super().get().described())
-    }
 }

@@ -4,24 +4,22 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator, PyMapping, PyTuple};
+use pyo3::types::{PyIterator, PyMapping, PyTuple};
 use warpipe::{Layout, Stream};
 
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
 use crate::memory::Memory;
-use crate::tensor::{Holding, Tensor};
+use crate::tensor::{Held, Holding};
 
 /// One of several tensors in one message: of a received ``SampleParts``, which is read only, or of
 /// a loan of ``Publisher.loan_parts``, to be filled.
 ///
 /// It is an array of any framework, in place, as a ``Sample`` or a ``Loan`` is, and keeps the
 /// memory as an array of them does.
-#[pyclass(frozen, extends = Tensor, module = "warpipe", name = "Part")]
+#[pyclass(frozen, extends = Held, module = "warpipe", name = "Part")]
 #[derive(Debug)]
-pub struct Part {
-    owner: Arc<Holding>,
-}
+pub struct Part;
 
 impl Part {
     /// The part of this name, in memory of the same hold as `whole`; of a `loan`, as long as that is
@@ -42,34 +40,7 @@ impl Part {
             ..whole
         };
         let owner = Holding::part_of(loan, memory);
-        Py::new(py, Tensor::of(&owner).add_subclass(Part { owner }))
-    }
-}
-
-#[pymethods]
-impl Part {
-    /// The elements as bytes in row-major order, copied once the data is complete.
-    ///
-    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``; ``ExportError`` for a part
-    /// of a loan.
-    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.owner.bytes(py)
-    }
-
-    /// Gives up this object's part of the memory. Releasing twice is no error.
-    fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let held = self.owner.let_go()?;
-        py.detach(|| drop(held));
-        Ok(())
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.release(py)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Part({})", self.owner.described())
+        Py::new(py, Held::of(&owner).add_subclass(Part))
     }
 }
 

@@ -9,7 +9,7 @@ use warpipe::backend::Access;
 use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::{Domain, place};
+use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::memory_owner::OwnedMemory;
@@ -193,10 +193,8 @@ impl PoolClient {
         device: Option<Device>,
         wait: Limit,
     ) -> PyResult<Py<PoolClient>> {
-        let (domain, device) = place(domain, device)?;
-        let options = warpipe::OpenOptions::at(&domain, &device);
-        let open = |wait: Wait<'_>| Ok(warpipe::PoolClient::open(name, options, wait)?);
-        let client = waiting(py, wait.0, || Ok(()), open)?;
+        let open = |options, wait: Wait<'_>| warpipe::PoolClient::open(name, options, wait);
+        let (client, _) = opened(py, (domain, device), wait, open)?;
         let object = |handle| PoolClient { handle };
         CloseableHandle::object(py, "visit to the pool", name, client, object)
     }

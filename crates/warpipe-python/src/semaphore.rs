@@ -10,13 +10,13 @@ use warpipe::{Error, OptionalExtension, Wait};
 use crate::closeable::Named;
 use crate::detached::{DropDetached, call, detached};
 use crate::device::Device;
-use crate::domain::{Domain, place};
+use crate::domain::{Domain, opened, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
-use crate::wait::{Given, Limit, waiting};
+use crate::wait::{Given, Limit};
 
 /// A limit of concurrent holders, across processes, on streams and on the CPU.
 ///
@@ -176,11 +176,9 @@ impl Semaphore {
         device: Option<Device>,
         wait: Limit,
     ) -> PyResult<Py<Semaphore>> {
-        let (domain, device) = place(domain, device)?;
-        let options = warpipe::OpenOptions::at(&domain, &device);
-        let open = |wait: Wait<'_>| Ok(warpipe::Semaphore::open(name, options, wait)?);
-        let opened = waiting(py, wait.0, || Ok(()), open)?;
-        Semaphore::new(py, name, opened, device)
+        let open = |options, wait: Wait<'_>| warpipe::Semaphore::open(name, options, wait);
+        let (inner, device) = opened(py, (domain, device), wait, open)?;
+        Semaphore::new(py, name, inner, device)
     }
 
     /// The device of the streams that take permits.

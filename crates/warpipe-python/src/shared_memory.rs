@@ -13,7 +13,8 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::memory_owner::OwnedMemory;
-use crate::ticket::{MemoryInfo, Ticket};
+use crate::ticket::{Ticket, device_id};
+use crate::tuples::memory_info;
 use crate::view::View;
 
 /// The access to memory, in the library's type.
@@ -107,9 +108,9 @@ impl Memory {
     ///
     /// Raises ``ReleasedError``.
     #[getter]
-    fn info(slf: &Bound<'_, Memory>) -> PyResult<MemoryInfo> {
+    fn info<'py>(slf: &Bound<'py, Memory>) -> PyResult<Bound<'py, PyAny>> {
         let memory = Memory::inner(slf)?;
-        Ok(MemoryInfo::of(slf.py().detach(|| memory.info())))
+        memory_info(slf.py(), slf.py().detach(|| memory.info()))
     }
 }
 
@@ -182,11 +183,18 @@ impl SharedMemory {
     fn import_fd<'py>(
         py: Python<'py>,
         fd: i32,
-        info: &Bound<'py, MemoryInfo>,
+        info: (u64, u64, String),
         device: Option<Device>,
         writable: bool,
     ) -> PyResult<Bound<'py, SharedMemory>> {
-        let (device, info) = (Device::or_preferred(device), info.get().inner()?);
+        let device = Device::or_preferred(device);
+        let (bytes, mapped_bytes, id) = info;
+        let wrong = || Fault::argument("device", format!("{id:?}"), "a Device's uuid");
+        let info = warpipe::MemoryInfo {
+            bytes,
+            mapped_bytes,
+            device: device_id(&id).ok_or_else(wrong)?,
+        };
         if fd < 0 {
             return Err(Fault::argument("fd", fd, "an open descriptor").into());
         }

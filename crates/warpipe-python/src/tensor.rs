@@ -16,10 +16,11 @@ use crate::array::{self, HostView, Request};
 use crate::buffer;
 use crate::device::Device;
 use crate::dlpack;
-use crate::errors::no_pickle;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
 use crate::process::Home;
+use crate::stream::Consumer;
+use crate::wait::Given;
 
 /// A tensor's memory, until it is released.
 #[derive(Debug)]
@@ -146,9 +147,15 @@ impl Holding {
         self.what
     }
 
-    /// For `__repr__`.
-    pub fn described(&self) -> String {
-        format!("{:?}, {}", self.layout, self.device)
+    /// Gives up the object's part of the memory, not before the work of `stream` so far.
+    pub fn release(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
+        let consumer = Consumer::optional(py, &self.device, stream)?;
+        let memory = self.let_go()?;
+        if let (Some(memory), Some(consumer)) = (&memory, &consumer) {
+            memory.hold.note(py, consumer)?;
+        }
+        py.detach(|| drop(memory));
+        Ok(())
     }
 
     /// The elements as bytes in row-major order, copied once no work writes them any more.
@@ -243,6 +250,12 @@ impl Tensor {
         Ok(self.owner.is_released()?)
     }
 
+    /// Its layout and its device, for ``repr``.
+    #[getter]
+    fn _described(&self) -> String {
+        format!("{:?}, {}", self.owner.layout, self.owner.device)
+    }
+
     /// What ``numpy()`` makes an array of.
     fn _host_view(&self, py: Python<'_>) -> PyResult<HostView> {
         array::host_view(py, &self.owner.memory()?)
@@ -252,8 +265,8 @@ impl Tensor {
     /// stream is given from then on comes before the memory is handed on, or goes back.
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-    fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        crate::torch::tensor(py, &self.owner.memory()?)
+    fn torch<'py>(slf: &Bound<'py, Tensor>) -> PyResult<Bound<'py, PyAny>> {
+        crate::torch::tensor(slf, &slf.get().owner.memory()?)
     }
 
     /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream;
@@ -336,12 +349,6 @@ impl Tensor {
         Ok(slf)
     }
 
-    fn __reduce__(slf: &Bound<'_, Tensor>) -> PyResult<()> {
-        let next =
-            "send it by a Publisher or a Queue, or pickle a copy, for example `.numpy().copy()`";
-        Err(no_pickle(&format!("a {}", slf.get_type().name()?), next))
-    }
-
     /// An error references frames, and they this object.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match self.owner.state.try_lock() {
@@ -359,5 +366,45 @@ impl Tensor {
             drop(state);
             drop(error);
         }
+    }
+}
+
+/// A tensor whose memory is given up by a call, or at the end of a ``with`` block: the base of
+/// ``Sample``, ``Part`` and ``View``.
+#[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "_Held")]
+#[derive(Debug)]
+pub struct Held;
+
+impl Held {
+    /// The base object of a holder.
+    pub fn of(owner: &Arc<Holding>) -> PyClassInitializer<Held> {
+        Tensor::of(owner).add_subclass(Held)
+    }
+}
+
+#[pymethods]
+impl Held {
+    /// Gives up this object's part of the memory, which goes back when no object or array of it is
+    /// left. With ``stream``, not before the work enqueued there so far is done. Releasing twice is
+    /// no error.
+    ///
+    /// Raises ``ArgumentError`` for a stream of another device.
+    #[pyo3(signature = (*, stream = None))]
+    fn release(slf: &Bound<'_, Held>, stream: Given<'_, '_>) -> PyResult<()> {
+        slf.as_super().get().owner.release(slf.py(), stream)
+    }
+
+    /// The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once
+    /// the data is complete, and the streams that were given work on it are past it.
+    ///
+    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DriverError``;
+    /// ``ExportError`` for a part of a loan.
+    fn tobytes<'py>(slf: &Bound<'py, Held>) -> PyResult<Bound<'py, PyBytes>> {
+        slf.as_super().get().owner.bytes(slf.py())
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(slf: &Bound<'_, Held>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        Held::release(slf, None)
     }
 }

@@ -151,42 +151,8 @@ impl Ticket {
     }
 }
 
-/// The description that an import of a memory descriptor needs: sent with it, pickled for example.
-#[pyclass(frozen, module = "warpipe", eq, get_all)]
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MemoryInfo {
-    /// The bytes that were requested.
-    pub nbytes: u64,
-    /// The whole allocation, as the driver maps it.
-    pub mapped_nbytes: u64,
-    /// The device that it lies on: its ``Device.uuid``.
-    pub device: String,
-}
-
-impl MemoryInfo {
-    /// Converts from the library's type.
-    pub fn of(info: warpipe::MemoryInfo) -> MemoryInfo {
-        MemoryInfo {
-            nbytes: info.bytes,
-            mapped_nbytes: info.mapped_bytes,
-            device: info.device.to_string(),
-        }
-    }
-
-    /// Converts to the library's type.
-    pub fn inner(&self) -> PyResult<warpipe::MemoryInfo> {
-        let wrong = || Fault::argument("device", format!("{:?}", self.device), "a Device's uuid");
-        let device = device_id(&self.device).ok_or_else(wrong)?;
-        Ok(warpipe::MemoryInfo {
-            bytes: self.nbytes,
-            mapped_bytes: self.mapped_nbytes,
-            device,
-        })
-    }
-}
-
 /// The identity that a text denotes.
-fn device_id(text: &str) -> Option<DeviceId> {
+pub fn device_id(text: &str) -> Option<DeviceId> {
     if text == "host" {
         return Some(warpipe::Device::host().info().id);
     }
@@ -202,30 +168,4 @@ fn device_id(text: &str) -> Option<DeviceId> {
         kind: DeviceKind::Cuda,
         uuid: number.to_be_bytes(),
     })
-}
-
-#[pymethods]
-impl MemoryInfo {
-    #[new]
-    fn new(nbytes: u64, mapped_nbytes: u64, device: String) -> MemoryInfo {
-        MemoryInfo {
-            nbytes,
-            mapped_nbytes,
-            device,
-        }
-    }
-
-    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (u64, u64, String)) {
-        (
-            py.get_type::<MemoryInfo>(),
-            (self.nbytes, self.mapped_nbytes, self.device.clone()),
-        )
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "MemoryInfo({}, {}, {:?})",
-            self.nbytes, self.mapped_nbytes, self.device
-        )
-    }
 }

@@ -6,7 +6,7 @@ use warpipe::Wait;
 use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::{Domain, place};
+use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
@@ -91,10 +91,8 @@ impl Timeline {
         device: Option<Device>,
         wait: Limit,
     ) -> PyResult<Py<Timeline>> {
-        let (domain, device) = place(domain, device)?;
-        let options = warpipe::OpenOptions::at(&domain, &device);
-        let open = |wait: Wait<'_>| Ok(warpipe::Timeline::open(name, options, wait)?);
-        let timeline = waiting(py, wait.0, || Ok(()), open)?;
+        let open = |options, wait: Wait<'_>| warpipe::Timeline::open(name, options, wait);
+        let (timeline, device) = opened(py, (domain, device), wait, open)?;
         Timeline::new(py, name, device, timeline, false)
     }
 

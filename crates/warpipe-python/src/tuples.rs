@@ -22,6 +22,12 @@ pub fn memory_use(py: Python<'_>, (allocated, limit): (u64, u64)) -> PyResult<Bo
     named(py, "MemoryUse", (allocated, limit))
 }
 
+/// What an import of a memory descriptor needs.
+pub fn memory_info(py: Python<'_>, info: warpipe::MemoryInfo) -> PyResult<Bound<'_, PyAny>> {
+    let values = (info.bytes, info.mapped_bytes, info.device.to_string());
+    named(py, "MemoryInfo", values)
+}
+
 /// A user's part of a pool.
 pub fn pool_usage(py: Python<'_>, usage: warpipe::PoolUsage) -> PyResult<Bound<'_, PyAny>> {
     let warpipe::Quota { bytes, blocks } = usage.quota;

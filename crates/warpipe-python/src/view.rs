@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use pyo3::PyClass;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
 use warpipe::{DType, Layout};
 
 use crate::dtype;
@@ -15,7 +14,7 @@ use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range, await_copy};
 use crate::metadata::bytes_of;
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::tensor::{Holding, Tensor};
+use crate::tensor::{Held, Holding};
 use crate::wait::{Given, Limit};
 
 /// A tensor in held memory, as ``view(shape, dtype)`` gives it. ``Memory``, ``SharedMemory``,
@@ -26,7 +25,7 @@ use crate::wait::{Given, Limit};
 /// any tensor in. The memory stays while this object, a view, or an array of them lives, and is
 /// released after the work that the streams of those arrays have been given by then. Its users
 /// order their writes, with a ``Timeline`` for example.
-#[pyclass(frozen, subclass, extends = Tensor, module = "warpipe")]
+#[pyclass(frozen, subclass, extends = Held, module = "warpipe")]
 #[derive(Debug)]
 pub struct View {
     tensor: Arc<Holding>,
@@ -65,7 +64,7 @@ impl View {
     /// A tensor of held memory.
     pub fn over(what: &'static str, memory: Memory) -> PyClassInitializer<View> {
         let tensor = Holding::new(what, None, memory);
-        Tensor::of(&tensor).add_subclass(View { tensor })
+        Held::of(&tensor).add_subclass(View { tensor })
     }
 
     /// The memory, while it is held.
@@ -255,45 +254,6 @@ impl View {
     #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
     fn wait(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
         self.owner()?.settle(py, timeout.0)
-    }
-
-    /// Gives up this object's part of the memory, which is released when no view or array of it is
-    /// left. With ``stream``, not before the work enqueued there so far is done. Releasing twice is
-    /// no error.
-    ///
-    /// Raises ``ArgumentError`` for a stream of another device.
-    #[pyo3(signature = (*, stream = None))]
-    fn release(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
-        let consumer = Consumer::optional(py, &self.tensor.device, stream)?;
-        let Some(memory) = self.tensor.let_go()? else {
-            return Ok(());
-        };
-        if let (Some(consumer), MemoryHolder::Owned(owner)) = (&consumer, &memory.hold) {
-            owner.admit(py, consumer)?;
-        }
-        py.detach(|| drop(memory));
-        Ok(())
-    }
-
-    /// The elements as bytes in row-major order, copied, once the streams that were given work on
-    /// them are past it.
-    ///
-    /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
-    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        self.tensor.bytes(py)
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.release(py, None)
-    }
-
-    fn __repr__(slf: &Bound<'_, View>) -> PyResult<String> {
-        Ok(format!(
-            "{}({})",
-            slf.get_type().name()?,
-            slf.get().tensor.described()
-        ))
     }
 }
 

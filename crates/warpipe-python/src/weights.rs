@@ -14,16 +14,14 @@ use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
-use crate::errors::{Fault, Outcome, no_pickle};
+use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{MemoryOwner, OpenWeights, OwnedMemory, await_stream};
 use crate::process::Home;
 use crate::stream::{Consumer, likely};
 use crate::view::View;
-use crate::wait::{
-    Given, Limit, hand_over, in_slices, late, none_if_late, on_a_thread, waiting,
-};
+use crate::wait::{Given, Limit, hand_over, in_slices, late, none_if_late, on_a_thread, waiting};
 use crate::weights_publish::{_publish_weights, PhaseClock, Phases};
 
 /// Adds the classes.
@@ -348,20 +346,6 @@ impl SharedWeights {
             weights: slf.unbind(),
         })
     }
-
-    fn __reduce__(&self) -> PyResult<()> {
-        let next = "open them in the other process: `warpipe.weights.open(name)`";
-        Err(no_pickle("an object of weights", next))
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "SharedWeights({:?}, version={}, nbytes={})",
-            self.handle.name(),
-            self.version(),
-            self.nbytes
-        )
-    }
 }
 
 /// Weights whose later versions come in at the same addresses: tensors, captured CUDA graphs, compiled
@@ -467,20 +451,6 @@ impl Follower {
         let taken = taken?.ok_or_else(|| late(cause.unwrap_or_else(what), timeout.0))?;
         Ok((taken, clock.phases))
     }
-
-    fn __reduce__(&self) -> PyResult<()> {
-        let next = "follow them in the other process: `warpipe.weights.open(name).follow()`";
-        Err(no_pickle("a follower of weights", next))
-    }
-
-    fn __repr__(&self) -> String {
-        let weights = self.weights.get();
-        format!(
-            "Follower({:?}, version={})",
-            weights.handle.name(),
-            weights.version()
-        )
-    }
 }
 
 /// The versions of a name, offered to every process that asks: descriptors alone, without a device.
@@ -515,11 +485,6 @@ impl Keeper {
     fn candidate(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         let keeper = self.handle.get()?;
         call(py, || Ok(keeper.state()?.candidate))
-    }
-
-    fn __reduce__(&self) -> PyResult<()> {
-        let next = "keep the name in one process";
-        Err(no_pickle("a keeper", next))
     }
 }
 
@@ -579,19 +544,6 @@ impl PublishedWeights {
         self.handle.wait(py, timeout, |published, wait| {
             published.wait_for_hashes(wait)
         })
-    }
-
-    fn __reduce__(&self) -> PyResult<()> {
-        let next = "send its name and version, and open the weights there";
-        Err(no_pickle("a publication of weights", next))
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "PublishedWeights({:?}, version={})",
-            self.handle.name(),
-            self.version
-        )
     }
 }
 

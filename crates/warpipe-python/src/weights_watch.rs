@@ -16,7 +16,6 @@ use pyo3::prelude::*;
 use crate::closeable::Named;
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::errors::no_pickle;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::Callback;
@@ -320,10 +319,5 @@ impl Watch {
 
     fn __clear__(&self) {
         self.callback.iter().for_each(|callback| callback.clear());
-    }
-
-    fn __reduce__(&self) -> PyResult<()> {
-        let next = "watch the name in the other process";
-        Err(no_pickle("a watch", next))
     }
 }

@@ -88,7 +88,7 @@ from ._errors import (
     WeightsUnhashedError,
     WrongDeviceError,
 )
-from . import _arrays as _arrays, _futures as _futures, _members as _members
+from . import _arrays as _arrays, _futures as _futures, _members as _members, _objects as _objects
 from ._queue import Client, Queue, Server, Worker
 from ._subscriber import Subscriber
 from ._tuples import (
@@ -96,6 +96,7 @@ from ._tuples import (
     Discontinuity,
     EndpointInfo,
     MemberInfo,
+    MemoryInfo,
     MemoryUse,
     PoolStats,
     PoolUsage,
@@ -123,7 +124,6 @@ from ._warpipe import (
     Member,
     Members,
     Memory,
-    MemoryInfo,
     Output,
     Part,
     Pending,

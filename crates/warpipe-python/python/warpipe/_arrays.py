@@ -131,9 +131,8 @@ def _complete() -> None:
     """Gives the native classes these methods."""
     tensor: Any = _warpipe._Tensor
     tensor.numpy, tensor.cupy = numpy, cupy
-    for held in (_warpipe.Sample, _warpipe.Part, _warpipe.View):
-        one: Any = held
-        one.jax, one.__array__ = jax, as_array
+    held: Any = _warpipe._Held
+    held.jax, held.__array__ = jax, as_array
     loan: Any = _warpipe.Loan
     loan.__setitem__, loan.__getitem__ = set_item, get_item
     several: Any = _warpipe.SampleParts

@@ -29,6 +29,17 @@ class MemoryUse(NamedTuple):
     """Its limit."""
 
 
+class MemoryInfo(NamedTuple):
+    """The description that an import of a memory descriptor needs: sent with it, pickled for example."""
+
+    nbytes: int
+    """The bytes that were requested."""
+    mapped_nbytes: int
+    """The whole allocation, as the driver maps it."""
+    device: str
+    """The device that it lies on: its ``Device.uuid``."""
+
+
 class Quota(NamedTuple):
     """The most that one user may have of a pool at once: see ``Pool.create``. None is no limit."""
 
@@ -170,6 +181,7 @@ for _one in (
     Discontinuity,
     EndpointInfo,
     MemberInfo,
+    MemoryInfo,
     MemoryUse,
     PoolStats,
     PoolUsage,

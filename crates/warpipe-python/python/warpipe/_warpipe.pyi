@@ -22,6 +22,7 @@ from ._tuples import (
     Discontinuity,
     EndpointInfo,
     MemberInfo,
+    MemoryInfo,
     MemoryUse,
     PeerState,
     PoolStats,
@@ -190,6 +191,8 @@ class _Tensor:
         """Whether it is released: by a call, handed on or discarded, or by the end of its ``with``
         block.
         """
+    @property
+    def _described(self) -> str: ...
     def _host_view(self) -> Any: ...
     def numpy(self) -> Any:
         """A NumPy array: in place for host memory, and read only where the memory is; a copy of GPU memory, except for a
@@ -226,6 +229,35 @@ class _Tensor:
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...
     def __enter__(self) -> Self: ...
+
+@disjoint_base
+class _Held(_Tensor):
+    """A tensor whose memory is given up by a call, or at the end of a ``with`` block: the base of
+    ``Sample``, ``Part`` and ``View``.
+    """
+    def release(self, *, stream: _StreamLike | None = None) -> None:
+        """Gives up this object's part of the memory, which goes back when no object or array of it is
+        left. With ``stream``, not before the work enqueued there so far is done. Releasing twice is
+        no error.
+
+        Raises ``ArgumentError`` for a stream of another device.
+        """
+    def tobytes(self) -> bytes:
+        """The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once
+        the data is complete, and the streams that were given work on it are past it.
+
+        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DriverError``;
+        ``ExportError`` for a part of a loan.
+        """
+    def jax(self, *, copy: bool | None = None) -> Any:
+        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory before its own work on it
+        is done. With ``copy=False`` it is in place there, too: call ``block_until_ready()`` on every result computed from
+        it before releasing it.
+
+        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
+        """
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
+    def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class Closeable:
@@ -536,7 +568,7 @@ class _Subscriber(_Named):
     def __next__(self) -> Sample: ...
 
 @disjoint_base
-class Sample(_Tensor):
+class Sample(_Held):
     """A received tensor in its publisher's memory, lent until it is released, and read in place.
 
     Make an array of it: ``torch()``, ``cupy()``, ``jax()``, ``numpy()``, or any consumer of DLPack
@@ -592,54 +624,15 @@ class Sample(_Tensor):
 
         Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DriverError``.
         """
-    def release(self, *, stream: _StreamLike | None = None) -> None:
-        """Gives up this object's part of the memory, which goes back when no array made of it is left.
-        With ``stream``, not before the work enqueued there so far is done. Releasing twice is no
-        error.
-
-        Raises ``ArgumentError`` for a stream of another device.
-        """
-    def jax(self, *, copy: bool | None = None) -> Any:
-        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory before its own work on it
-        is done. With ``copy=False`` it is in place there, too: call ``block_until_ready()`` on every result computed from
-        it before releasing it.
-
-        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-        """
-    def tobytes(self) -> bytes:
-        """The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once
-        the data is complete.
-
-        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``.
-        """
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
-class Part(_Tensor):
+class Part(_Held):
     """One of several tensors in one message: of a received ``SampleParts``, which is read only, or of
     a loan of ``Publisher.loan_parts``, to be filled.
 
     It is an array of any framework, in place, as a ``Sample`` or a ``Loan`` is, and keeps the
     memory as an array of them does.
     """
-    def tobytes(self) -> bytes:
-        """The elements as bytes in row-major order, copied once the data is complete.
-
-        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``; ``ExportError`` for a part
-        of a loan.
-        """
-    def release(self) -> None:
-        """Gives up this object's part of the memory. Releasing twice is no error."""
-    def jax(self, *, copy: bool | None = None) -> Any:
-        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory before its own work on it
-        is done. With ``copy=False`` it is in place there, too: call ``block_until_ready()`` on every result computed from
-        it before releasing it.
-
-        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-        """
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class SampleParts(Sample):
@@ -751,6 +744,8 @@ class _Future:
         """
     def _poll(self) -> JobResult | None: ...
     def _watch(self) -> _Watch: ...
+    @property
+    def _name(self) -> str: ...
     @property
     def _queue(self) -> int: ...
     def __await__(self) -> Generator[Any, None, JobResult]: ...
@@ -1483,7 +1478,7 @@ class Members(Closeable):
         """Ends the watch. Closing twice is no error."""
 
 @disjoint_base
-class View(_Tensor):
+class View(_Held):
     """A tensor in held memory, as ``view(shape, dtype)`` gives it. ``Memory``, ``SharedMemory``,
     ``Buffer``, ``LentBuffer`` and ``LegacyMemory`` are views of their bytes.
 
@@ -1534,28 +1529,6 @@ class View(_Tensor):
 
         Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
         """
-    def release(self, *, stream: _StreamLike | None = None) -> None:
-        """Gives up this object's part of the memory, which is released when no view or array of it is
-        left. With ``stream``, not before the work enqueued there so far is done. Releasing twice is
-        no error.
-
-        Raises ``ArgumentError`` for a stream of another device.
-        """
-    def jax(self, *, copy: bool | None = None) -> Any:
-        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory before its own work on it
-        is done. With ``copy=False`` it is in place there, too: call ``block_until_ready()`` on every result computed from
-        it before releasing it.
-
-        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-        """
-    def tobytes(self) -> bytes:
-        """The elements as bytes in row-major order, copied, once the streams that were given work on
-        them are past it.
-
-        Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
-        """
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Memory(View):
@@ -1705,22 +1678,6 @@ class Ticket:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[type[Ticket], tuple[str]]: ...
-
-@final
-class MemoryInfo:
-    """The description that an import of a memory descriptor needs: sent with it, pickled for example."""
-    def __new__(cls, nbytes: int, mapped_nbytes: int, device: str) -> Self: ...
-    @property
-    def nbytes(self) -> int:
-        """The bytes that were requested."""
-    @property
-    def mapped_nbytes(self) -> int:
-        """The whole allocation, as the driver maps it."""
-    @property
-    def device(self) -> str:
-        """The device that it lies on: its ``Device.uuid``."""
-    def __eq__(self, other: object, /) -> bool: ...
-    def __reduce__(self) -> tuple[type[MemoryInfo], tuple[int, int, str]]: ...
 
 @final
 class LegacyHandle:
@@ -2176,7 +2133,18 @@ class Watch(_Named):
     def __reduce__(self) -> Never: ...
 
 def _publish_weights(
-    name: str, names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]
+    name: str,
+    names: Sequence[str],
+    tensors: Sequence[Any],
+    *,
+    device: _DeviceLike | None = None,
+    domain: _DomainLike | None = None,
+    wait: float | None = None,
+    zero_copy: bool | str = False,
+    hash: str = "device",
+    layout: str = "as_is",
+    metadata: bytes = b"",
+    base: Any = None,
 ) -> tuple[PublishedWeights, int, list[str], list[tuple[str, float]]]:
     """Publishes tensors: the publication, their number, why some were copied that were to be published
     where they lie, and the seconds of each step.
