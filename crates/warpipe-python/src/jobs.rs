@@ -46,8 +46,6 @@ fn order(name: &str) -> Outcome<ResultOrder> {
 impl Jobs {
     /// Of a ``client``, or of a queue, which alone has an ``order`` and what follows it.
     #[new]
-    #[pyo3(signature = (client, name, domain, device, prefetch, max_attempts, lease_timeout, limit, memory_limit, spin,
-        timeout, loan_timeout, order = "submission", workers_max = 0, handshake_timeout = 0.0))]
     #[expect(
         clippy::too_many_arguments,
         reason = "the options of the classes in Python"

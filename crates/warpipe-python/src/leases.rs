@@ -74,8 +74,6 @@ impl Leases {
 impl Leases {
     /// Of a ``server``, or of a worker.
     #[new]
-    #[pyo3(signature = (server, name, domain, device, timeout, answer_timeout, spin, memory_limit, handshake_timeout, stream, *,
-        wait = Limit::NONE, clients_max = 0))]
     #[expect(
         clippy::too_many_arguments,
         reason = "the options of the classes in Python"

@@ -77,7 +77,9 @@ pub fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>
 
 /// An error unless it is one that a wait takes.
 #[pyfunction]
-pub fn _check_seconds(_timeout: Limit) {}
+pub fn _check_seconds(timeout: Limit) {
+    let _ = timeout;
+}
 
 /// Repeats `look`, which waits no longer than its argument, until it gives something or `timeout`
 /// has passed; then `None`. The interpreter is released meanwhile, and signals are handled.

@@ -132,7 +132,6 @@ class _Tensor:
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...
     def __enter__(self) -> Self: ...
 
-@disjoint_base
 class _Held(_Tensor):
     def release(self, *, stream: _StreamLike | None = None) -> None: ...
     def tobytes(self) -> bytes: ...
@@ -311,9 +310,9 @@ class _Jobs(Closeable):
         spin: float | None,
         timeout: float | None,
         loan_timeout: float | None,
-        order: str = "submission",
-        workers_max: int = 0,
-        handshake_timeout: float = 0.0,
+        order: str,
+        workers_max: int,
+        handshake_timeout: float,
     ) -> Self: ...
     @property
     def _name(self) -> str: ...
@@ -404,9 +403,8 @@ class _Leases(Closeable):
         memory_limit: int,
         handshake_timeout: float,
         stream: _StreamLike | None,
-        *,
-        wait: float | None = None,
-        clients_max: int = 0,
+        wait: float | None,
+        clients_max: int,
     ) -> Self: ...
     @property
     def _name(self) -> str: ...

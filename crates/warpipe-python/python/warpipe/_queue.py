@@ -213,7 +213,7 @@ class Worker(_warpipe._Leases, AsyncIteration):
         stream: _StreamLike | None = None,
     ) -> Self:
         rest = (timeout, answer_timeout, spin, memory_limit, handshake_timeout, stream)
-        return super().__new__(cls, False, queue, domain, device, *rest, wait=wait)
+        return super().__new__(cls, False, queue, domain, device, *rest, wait, 0)
 
     @property
     def queue(self) -> str:
@@ -286,7 +286,7 @@ class Client(_warpipe._Jobs):
         spin: float | None = None,
     ) -> Self:
         jobs = (prefetch, max_attempts, lease_timeout, limit, memory_limit, spin, timeout, loan_timeout)
-        return super().__new__(cls, True, service, domain, device, *jobs)
+        return super().__new__(cls, True, service, domain, device, *jobs, "submission", 0, 0.0)
 
     @property
     def service(self) -> str:
@@ -366,7 +366,7 @@ class Server(_warpipe._Leases, AsyncIteration):
         stream: _StreamLike | None = None,
     ) -> Self:
         rest = (timeout, answer_timeout, spin, memory_limit, handshake_timeout, stream)
-        return super().__new__(cls, True, service, domain, device, *rest, clients_max=clients_max)
+        return super().__new__(cls, True, service, domain, device, *rest, None, clients_max)
 
     @property
     def service(self) -> str:
