@@ -1,16 +1,14 @@
 //! The outcome of a job or a request, as a `concurrent.futures.Future` has one: the base of
 //! `JobHandle` and `Pending`.
 
-mod task_waits;
-
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pyo3::exceptions::PyBaseException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::OnceLockExt;
-use pyo3::types::PyTuple;
+use pyo3::types::PyDict;
 use warpipe::{Error, JobEnd, StateFault, Wait};
 
 use crate::detached::detached;
@@ -19,8 +17,6 @@ use crate::job::{self, Watch};
 use crate::job_endpoint::{JobEndpoint, Submitted};
 use crate::stream::imported;
 use crate::wait::{Limit, SLICE, late, waiting};
-
-use task_waits::Waits;
 
 /// An outcome that Python has not been given yet.
 #[derive(Debug)]
@@ -118,7 +114,7 @@ pub struct Future {
     state: Mutex<State>,
     changed: Condvar,
     given: OnceLock<Given>,
-    waits: Waits,
+    waits: OnceLock<Py<PyDict>>,
 }
 
 impl Future {
@@ -129,7 +125,7 @@ impl Future {
             state: Mutex::default(),
             changed: Condvar::new(),
             given: OnceLock::new(),
-            waits: Waits::default(),
+            waits: OnceLock::new(),
         }
     }
 
@@ -306,33 +302,14 @@ impl Future {
         self.source.id()
     }
 
-    /// Waits for the result, at most ``timeout`` seconds (None: no limit; a request has its
-    /// deadline). Its data is complete. Each call gives the same object.
-    ///
-    /// Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all
-    /// attempts failed, ``RejectedError``; ``concurrent.futures.CancelledError``;
-    /// ``DeadlinePassedError`` (a TimeoutError) of a request; ``NoSuchJobError`` when
-    /// ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
-    #[pyo3(signature = (timeout = Limit::NONE), text_signature = "($self, timeout=None)")]
-    pub fn result(&self, py: Python<'_>, timeout: Limit) -> PyResult<Py<job::Result>> {
-        match self.wait(py, timeout)?? {
-            Given::Result(result) => Ok(result.clone_ref(py)),
-            Given::Failed(error) => Err(PyErr::from_value(error.bind(py).clone().into_any())),
-            Given::Cancelled => Err(cancelled(py)),
-        }
-    }
-
-    /// Waits as ``result``, and gives the exception that it raises; None if there is a result.
-    ///
-    /// Raises ``TimeoutError``, ``concurrent.futures.CancelledError``.
-    #[pyo3(signature = (timeout = Limit::NONE), text_signature = "($self, timeout=None)")]
-    fn exception(&self, py: Python<'_>, timeout: Limit) -> PyResult<Option<Py<PyBaseException>>> {
-        match self.wait(py, timeout)? {
-            Ok(Given::Result(_)) => Ok(None),
-            Ok(Given::Failed(error)) => Ok(Some(error.clone_ref(py))),
-            Ok(Given::Cancelled) => Err(cancelled(py)),
-            Err(fault) => Ok(Some(PyErr::from(fault).into_value(py))),
-        }
+    /// Waits for the outcome: the result, the exception, or None if it is cancelled.
+    fn _outcome(&self, py: Python<'_>, timeout: Limit) -> PyResult<Py<PyAny>> {
+        Ok(match self.wait(py, timeout)? {
+            Ok(Given::Result(result)) => result.clone_ref(py).into_any(),
+            Ok(Given::Failed(error)) => error.clone_ref(py).into_any(),
+            Ok(Given::Cancelled) => py.None(),
+            Err(fault) => PyErr::from(fault).into_value(py).into_any(),
+        })
     }
 
     /// Whether ``result()`` would return, or raise, at once.
@@ -351,37 +328,16 @@ impl Future {
         Ok(false)
     }
 
-    /// Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the
-    /// package's thread ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done
-    /// already, at once on this thread. An exception of a callback is logged (logger ``warpipe``)
-    /// and stops no other. The object is kept until then.
-    #[pyo3(signature = (r#fn, /), text_signature = "($self, fn, /)")]
-    fn add_done_callback(slf: &Bound<'_, Self>, r#fn: &Bound<'_, PyAny>) -> PyResult<()> {
-        slf.get().endpoint.check()?;
-        let module = slf.py().import("warpipe._futures")?;
-        module.call_method1("add", (slf, r#fn)).map(drop)
+    /// Cancels it: whether it is cancelled, and whether this call did it.
+    fn _call_off(&self, py: Python<'_>) -> PyResult<(bool, bool)> {
+        Ok(py.detach(|| self.call_off())?)
     }
 
-    /// Cancels it: no worker, or server, gets it any more, and the answer of one that has it is
-    /// discarded. Returns whether it is cancelled: False if it was done before.
-    fn cancel(slf: &Bound<'_, Self>) -> PyResult<bool> {
-        let (py, this) = (slf.py(), slf.get());
-        let (is_cancelled, by_this) = py.detach(|| this.call_off())?;
-        if by_this {
-            py.import("warpipe._futures")?.call_method1("run", (slf,))?;
-        }
-        Ok(is_cancelled)
-    }
-
-    /// The result if it has come, else None.
-    fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<job::Result>>> {
-        match py.detach(|| self.look(Duration::ZERO.into())) {
-            Ok(None) | Err(Fault::Library(Error::Timeout { .. })) => return Ok(None),
-            Ok(Some(outcome)) => outcome?,
-            Err(fault) => return Err(fault.into()),
-        }
-        self.given(py);
-        self.result(py, Limit::NONE).map(Some)
+    /// The waits of tasks that were made of it.
+    #[getter]
+    fn _waits(&self, py: Python<'_>) -> Py<PyDict> {
+        let waits = self.waits.get_or_init(|| PyDict::new(py).unbind());
+        waits.clone_ref(py)
     }
 
     /// The descriptor that an event loop polls, and the number of its queue.
@@ -399,35 +355,6 @@ impl Future {
         self.endpoint.number
     }
 
-    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let module = slf.py().import("warpipe._queue")?;
-        module
-            .call_method1("outcome_of", (slf,))?
-            .call_method0("__await__")
-    }
-
-    /// One step of the asyncio task that wraps this object: see ``asyncio.create_task``.
-    #[pyo3(signature = (value, /))]
-    fn send<'py>(slf: &Bound<'py, Self>, value: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let value = PyTuple::new(slf.py(), [value])?;
-        slf.get().waits.step(slf.as_any(), "send", &value)
-    }
-
-    /// Ends a step of that task with an error, as a cancellation does.
-    #[pyo3(signature = (*error), text_signature = "($self, *error)")]
-    fn throw<'py>(
-        slf: &Bound<'py, Self>,
-        error: &Bound<'py, PyTuple>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        slf.get().waits.step(slf.as_any(), "throw", error)
-    }
-
-    /// Ends the wait of that task; the job, or the request, itself goes on.
-    fn close<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let none = PyTuple::empty(slf.py());
-        slf.get().waits.step(slf.as_any(), "close", &none)
-    }
-
     /// An exception references frames, and they the future; so does a coroutine that waits.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match self.given.get() {
@@ -435,11 +362,13 @@ impl Future {
             Some(Given::Failed(error)) => visit.call(error)?,
             Some(Given::Cancelled) | None => {}
         }
-        self.waits.traverse(&visit)
+        visit.call(self.waits.get())
     }
 
     fn __clear__(&self) {
-        self.waits.clear();
+        if let Some(waits) = self.waits.get() {
+            Python::attach(|py| waits.bind(py).clear());
+        }
     }
 }
 
@@ -483,15 +412,5 @@ impl Pending {
             Submitted::Request(pending) => Ok(pending.deadline_ns),
             Submitted::Job(_) => unreachable!("a request has a deadline"),
         }
-    }
-}
-
-fn cancelled(py: Python<'_>) -> PyErr {
-    let class = py
-        .import("concurrent.futures")
-        .and_then(|module| module.getattr("CancelledError"));
-    match class.and_then(|class| class.call0()) {
-        Ok(error) => PyErr::from_value(error),
-        Err(error) => error,
     }
 }

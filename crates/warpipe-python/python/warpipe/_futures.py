@@ -9,10 +9,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any, TypeAlias
 
 from . import _warpipe
 from ._errors import Error
+from ._queue import outcome_of, step
 
 _Future: TypeAlias = _warpipe._Future
 _Callback: TypeAlias = Callable[[Any], object]
@@ -217,3 +219,69 @@ def _mimic() -> None:
 
 
 _mimic()
+
+
+def result(self: _Future, timeout: float | None = None) -> _warpipe.JobResult:
+    """Waits for the result, at most ``timeout`` seconds (None: no limit; a request has its deadline). Its data is
+    complete. Each call gives the same object.
+
+    Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all attempts failed,
+    ``RejectedError``; ``concurrent.futures.CancelledError``; ``DeadlinePassedError`` (a TimeoutError) of a request;
+    ``NoSuchJobError`` when ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
+    """
+    outcome = self._outcome(timeout)
+    if isinstance(outcome, BaseException):
+        try:
+            raise outcome
+        finally:
+            # Its traceback has this frame.
+            del outcome
+    if outcome is None:
+        raise CancelledError
+    return outcome
+
+
+def exception(self: _Future, timeout: float | None = None) -> BaseException | None:
+    """Waits as ``result``, and gives the exception that it raises; None if there is a result.
+
+    Raises ``TimeoutError``, ``concurrent.futures.CancelledError``.
+    """
+    outcome = self._outcome(timeout)
+    if outcome is None:
+        raise CancelledError
+    return outcome if isinstance(outcome, BaseException) else None
+
+
+def add_done_callback(self: _Future, fn: _Callback, /) -> None:
+    """Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the package's thread
+    ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done already, at once on this thread. An
+    exception of a callback is logged (logger ``warpipe``) and stops no other. The object is kept until then.
+    """
+    # In a forked child that is an error.
+    self.running()
+    add(self, fn)
+
+
+def cancel(self: _Future) -> bool:
+    """Cancels it: no worker, or server, gets it any more, and the answer of one that has it is discarded. Returns
+    whether it is cancelled: False if it was done before.
+    """
+    is_cancelled, by_this = self._call_off()
+    if by_this:
+        run(self)
+    return is_cancelled
+
+
+def _complete() -> None:
+    """Gives the native class these methods, and those of a coroutine to ``asyncio.create_task``: each task has a wait of
+    its own."""
+    future: Any = _warpipe._Future
+    future.result, future.exception, future.cancel = result, exception, cancel
+    future.add_done_callback = add_done_callback
+    future.__await__ = lambda self: outcome_of(self).__await__()
+    future.send = lambda self, value, /: step(self, "send", value)
+    future.throw = lambda self, *error: step(self, "throw", *error)
+    future.close = lambda self: step(self, "close")
+
+
+_complete()

@@ -22,20 +22,17 @@ async def outcome_of(future: _warpipe._Future) -> _warpipe.JobResult:
     """Waits for a job's result, or a reply, in the running event loop. Cancelling it loses nothing."""
     end = future.deadline_ns / 1e9 if isinstance(future, _warpipe.Pending) else float("inf")
     while True:
-        outcome = await found(future._queue, future._watch, future._poll, end, _PATIENCE_SECONDS)
+        look = lambda: future.result() if future.done() else None  # noqa: E731
+        outcome = await found(future._queue, future._watch, look, end, _PATIENCE_SECONDS)
         if outcome is not None:
             return outcome
         # At its deadline the next look raises; until then it is a rounding's time away.
         await asyncio.sleep(0)
 
 
-def step(
-    waits: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, _warpipe.JobResult]],
-    awaited: _warpipe._Future,
-    how: str,
-    arguments: tuple[Any, ...],
-) -> Any:
+def step(awaited: _warpipe._Future, how: str, *arguments: Any) -> Any:
     """A step of a task that was made of what is awaited. Each task has a wait of its own."""
+    waits: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, _warpipe.JobResult]] = awaited._waits
     if how == "close":
         for wait in waits.values():
             wait.close()

@@ -230,7 +230,6 @@ class _Tensor:
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...
     def __enter__(self) -> Self: ...
 
-@disjoint_base
 class _Held(_Tensor):
     """A tensor whose memory is given up by a call, or at the end of a ``with`` block: the base of
     ``Sample``, ``Part`` and ``View``.
@@ -670,9 +669,9 @@ class _Jobs(Closeable):
         spin: float | None,
         timeout: float | None,
         loan_timeout: float | None,
-        order: str = "submission",
-        workers_max: int = 0,
-        handshake_timeout: float = 0.0,
+        order: str,
+        workers_max: int,
+        handshake_timeout: float,
     ) -> Self: ...
     @property
     def _name(self) -> str: ...
@@ -713,13 +712,12 @@ class _Future:
     def job(self) -> int:
         """The number of the job, or the request, from 1."""
     def result(self, timeout: float | None = None) -> JobResult:
-        """Waits for the result, at most ``timeout`` seconds (None: no limit; a request has its
-        deadline). Its data is complete. Each call gives the same object.
+        """Waits for the result, at most ``timeout`` seconds (None: no limit; a request has its deadline). Its data is
+        complete. Each call gives the same object.
 
-        Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all
-        attempts failed, ``RejectedError``; ``concurrent.futures.CancelledError``;
-        ``DeadlinePassedError`` (a TimeoutError) of a request; ``NoSuchJobError`` when
-        ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
+        Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all attempts failed,
+        ``RejectedError``; ``concurrent.futures.CancelledError``; ``DeadlinePassedError`` (a TimeoutError) of a request;
+        ``NoSuchJobError`` when ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
         """
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits as ``result``, and gives the exception that it raises; None if there is a result.
@@ -733,28 +731,27 @@ class _Future:
     def running(self) -> bool:
         """False: until it is done it can be cancelled, also while a worker, or a server, has it."""
     def add_done_callback(self, fn: Callable[[Self], object], /) -> None:
-        """Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the
-        package's thread ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done
-        already, at once on this thread. An exception of a callback is logged (logger ``warpipe``)
-        and stops no other. The object is kept until then.
+        """Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the package's thread
+        ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done already, at once on this thread. An
+        exception of a callback is logged (logger ``warpipe``) and stops no other. The object is kept until then.
         """
     def cancel(self) -> bool:
-        """Cancels it: no worker, or server, gets it any more, and the answer of one that has it is
-        discarded. Returns whether it is cancelled: False if it was done before.
+        """Cancels it: no worker, or server, gets it any more, and the answer of one that has it is discarded. Returns
+        whether it is cancelled: False if it was done before.
         """
-    def _poll(self) -> JobResult | None: ...
+    def _outcome(self, timeout: float | None) -> JobResult | BaseException | None: ...
+    def _call_off(self) -> tuple[bool, bool]: ...
+    @property
+    def _waits(self) -> dict[Any, Any]: ...
     def _watch(self) -> _Watch: ...
     @property
     def _name(self) -> str: ...
     @property
     def _queue(self) -> int: ...
     def __await__(self) -> Generator[Any, None, JobResult]: ...
-    def send(self, value: None, /) -> Any:
-        """One step of the asyncio task that wraps this object: see ``asyncio.create_task``."""
-    def throw(self, *error: Any) -> Any:
-        """Ends a step of that task with an error, as a cancellation does."""
-    def close(self) -> None:
-        """Ends the wait of that task; the job, or the request, itself goes on."""
+    def send(self, value: None, /) -> Any: ...
+    def throw(self, *error: Any) -> Any: ...
+    def close(self) -> None: ...
 
 @final
 class JobHandle(_Future):
@@ -829,9 +826,8 @@ class _Leases(Closeable):
         memory_limit: int,
         handshake_timeout: float,
         stream: _StreamLike | None,
-        *,
-        wait: float | None = None,
-        clients_max: int = 0,
+        wait: float | None,
+        clients_max: int,
     ) -> Self: ...
     @property
     def _name(self) -> str: ...

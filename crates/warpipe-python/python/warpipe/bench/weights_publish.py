@@ -176,7 +176,7 @@ class Trainer:
             return weights.publish(NAME, state, **where, **options)
         # What `publish` calls, which says how long each step took.
         given = where | options
-        published, _, _, steps = _warpipe._publish_weights(NAME, list(state), list(state.values()), given)
+        published, _, _, steps = _warpipe._publish_weights(NAME, list(state), list(state.values()), **given)
         phases.append({name: seconds * 1e3 for name, seconds in steps})
         return published
 
