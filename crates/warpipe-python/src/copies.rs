@@ -15,7 +15,7 @@ use crate::errors::Outcome;
 use crate::interpreter_exit;
 use crate::rows::{Scattered, room_for};
 use crate::source::{Source, SourceLocation, SourceOwner};
-use crate::wait::{in_slices, waiting};
+use crate::wait::{until, waiting};
 
 /// The most foreign tensors under copy at once; a further send waits.
 const COPIES_MAX: usize = 256;
@@ -196,15 +196,9 @@ impl Copies {
     /// done by then is kept until it is: its owner must not reuse the memory while a stream reads
     /// it.
     pub fn settle(&self, py: Python<'_>, patience: Option<Duration>) -> PyResult<()> {
-        let waited = in_slices(py, patience, |slice| {
-            let is_done = self.open.load(Ordering::Acquire) == 0;
-            if !is_done {
-                std::thread::park_timeout(slice.min(Duration::from_millis(1)));
-            }
-            Ok(is_done.then_some(()))
-        });
+        let waited = until(py, patience, || Ok(self.open.load(Ordering::Acquire) == 0));
         sweep(py);
-        waited.map(drop)
+        waited
     }
 }
 

@@ -1,16 +1,11 @@
 //! Devices, and the arguments that name one.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyString};
+use pyo3::types::PyString;
 use warpipe::backend::{DeviceId, DeviceKind, cuda};
 
 use crate::errors::{Fault, Outcome};
-use crate::stream::imported;
 use crate::thread_exit;
-
-/// For errors.
-const DEVICES: &str =
-    "a Device, \"host\", \"cuda\", \"cuda:1\", a GPU's number, its UUID, or a torch.device";
 
 /// A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
 ///
@@ -44,22 +39,15 @@ impl std::hash::Hash for Device {
 impl<'a, 'py> FromPyObject<'a, 'py> for Device {
     type Error = PyErr;
 
-    /// See [`DEVICES`].
+    /// See `_devices.py`.
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Device> {
         thread_exit::prepare_exit();
         if let Ok(device) = found.cast::<Device>() {
             return Ok(device.get().clone());
         }
-        if let Ok(name) = found.cast::<PyString>() {
-            return Device::named(name.to_str()?);
-        }
-        if !found.is_instance_of::<PyBool>()
-            && let Ok(ordinal) = found.call_method0("__index__")
-        {
-            return Device::named(&format!("cuda:{ordinal}"));
-        }
-        let name = of_torch(&found)?.ok_or_else(|| Fault::argument("device", &*found, DEVICES))?;
-        Device::named(&name)
+        let module = found.py().import("warpipe._devices")?;
+        let name = module.call_method1("name_of", (found,))?;
+        Device::named(name.cast::<PyString>()?.to_str()?)
     }
 }
 
@@ -86,18 +74,13 @@ impl Device {
         }
     }
 
+    /// `name` is `host`, `cuda:` with a number, or a UUID.
     fn named(name: &str) -> PyResult<Device> {
-        let wrong = || Fault::argument("device", format!("{name:?}"), DEVICES);
-        if name.starts_with("GPU-") {
-            return Device::identified(name);
+        if name == "host" {
+            return Ok(Device::of(&warpipe::Device::host()));
         }
-        let ordinal = match name.split_once(':') {
-            _ if name == "host" || name == "cpu" => {
-                return Ok(Device::of(&warpipe::Device::host()));
-            }
-            None if name == "cuda" => 0,
-            Some(("cuda", ordinal)) => ordinal.parse().map_err(|_| wrong())?,
-            _ => return Err(wrong().into()),
+        let Some(Ok(ordinal)) = name.strip_prefix("cuda:").map(str::parse) else {
+            return Device::identified(name);
         };
         let opened = Python::attach(|py| py.detach(|| warpipe::Device::cuda(ordinal)));
         Ok(Device::of(&opened.map_err(Fault::from)?))
@@ -126,29 +109,6 @@ impl Device {
         };
         Ok(Device::of(&found.ok_or_else(missing)?))
     }
-}
-
-/// The name of a `torch.device`, or of an object with its `type` and `index`. A GPU without a
-/// number is PyTorch's current one.
-fn of_torch(found: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
-    let kind = found.getattr_opt("type")?.map(|kind| kind.extract());
-    let index = found.getattr_opt("index")?.map(|index| index.extract());
-    let (Some(Ok(kind)), Some(Ok(index))) = (kind, index) else {
-        return Ok(None);
-    };
-    let (kind, index): (String, Option<u32>) = (kind, index);
-    if kind != "cuda" {
-        return Ok(Some(kind));
-    }
-    let index = match (index, imported(found.py(), "torch")?) {
-        (Some(index), _) => index,
-        (None, Some(torch)) => {
-            let current = torch.getattr("cuda")?.call_method0("current_device")?;
-            current.extract()?
-        }
-        (None, None) => 0,
-    };
-    Ok(Some(format!("cuda:{index}")))
 }
 
 /// Whether a device is a GPU.

@@ -149,7 +149,6 @@ macro_rules! exceptions {
                 Error::Os { call, source, .. } => {
                     fill_system_call(dict, call, source.raw_os_error())
                 }
-                Error::Job { name, job, end, .. } => fill_job(dict, name, *job, end),
                 _ => Ok("Error"),
             }
         }
@@ -202,6 +201,11 @@ exceptions! {
     Error::Weights(WeightsFault::Mismatch { difference, .. }) => "WeightsMismatchError",
         (missing: &difference.missing, unexpected: &difference.unexpected,
          different: at_other_places(&difference.different), uncomputed: Vec::<String>::new());
+    Error::Job { name, job, end: JobEnd::DeadLettered { reasons }, .. } => "DeadLetteredError",
+        (endpoint: name, job: job, reasons: reasons);
+    Error::Job { name, job, end: JobEnd::Rejected { reason }, .. } => "RejectedError",
+        (endpoint: name, job: job, reason: reason);
+    Error::Job { name, job, end, .. } => of_job(end), (endpoint: name, job: job);
     Error::State(StateFault::Capturing(_)) => "CapturingError", ();
     Error::State(StateFault::NotRecorded(event)) => "EventNotRecordedError", (event: event);
     Error::State(StateFault::QueueClosed(name)) => "QueueClosedError", (endpoint: name);
@@ -210,28 +214,12 @@ exceptions! {
     Error::Argument { .. } => "ArgumentError", ();
 }
 
-/// What each error of a job has, and what its end has.
-fn fill_job(
-    dict: &Bound<'_, PyDict>,
-    name: &str,
-    job: u64,
-    end: &JobEnd,
-) -> PyResult<&'static str> {
-    dict.set_item("endpoint", name)?;
-    dict.set_item("job", job)?;
-    Ok(match end {
-        JobEnd::DeadLettered { reasons } => {
-            dict.set_item("reasons", reasons)?;
-            "DeadLetteredError"
-        }
-        JobEnd::Rejected { reason } => {
-            dict.set_item("reason", reason)?;
-            "RejectedError"
-        }
+fn of_job(end: &JobEnd) -> &'static str {
+    match end {
         JobEnd::Expired => "DeadlinePassedError",
         JobEnd::Taken => "NoSuchJobError",
         _ => "JobError",
-    })
+    }
 }
 
 /// The class of a device's fault: of a family of Python's own, if there is one.

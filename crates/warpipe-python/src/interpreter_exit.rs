@@ -13,14 +13,12 @@ use pyo3::exceptions::PyImportError;
 use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::detached::DropDetached;
 use crate::errors;
 use crate::process::{self, Home};
-use crate::stream::imported;
 use crate::thread_exit;
-use crate::wait::{SLICE, in_slices};
+use crate::wait::{SLICE, until};
 
 /// How long the end of the program waits for callbacks.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -235,24 +233,17 @@ type Listed = (Home, Weak<dyn Endpoint>);
 
 /// The endpoints that are open in this process.
 static OPEN: Mutex<Vec<Listed>> = Mutex::new(Vec::new());
-/// The process that has registered ``_end`` with ``atexit``.
-static PREPARED: AtomicU32 = AtomicU32::new(0);
-/// The child of ``multiprocessing`` that has registered ``_end`` as a finalizer.
-static FINALIZED: AtomicU32 = AtomicU32::new(0);
 
 /// Has an endpoint closed when the program ends, even if it is still referenced then.
 ///
 /// It may run Python, where a signal's handler runs, too: an error is what that raised. Then the
 /// caller was interrupted, and drops the endpoint.
 pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) -> PyResult<()> {
-    let own = std::process::id();
-    if PREPARED.load(Ordering::SeqCst) != own {
-        Python::attach(register_exit)?;
-        PREPARED.store(own, Ordering::SeqCst);
-    }
-    if FINALIZED.load(Ordering::SeqCst) != own {
-        Python::attach(register_finalizer)?;
-    }
+    Python::attach(|py| {
+        py.import("warpipe._exit")?
+            .call_method0("prepare")
+            .map(drop)
+    })?;
     let endpoint: Weak<dyn Endpoint> = Arc::downgrade(endpoint) as Weak<dyn Endpoint>;
     // Never blocks on the list: a forked child may find it locked for ever. An endpoint that is not
     // in it ends when its last reference is dropped.
@@ -265,47 +256,11 @@ pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) -> PyResult<()> {
     Ok(())
 }
 
-fn end_function(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
-    py.import("warpipe._warpipe")?.getattr("_end")
-}
-
-/// ``atexit`` runs in the process that ends.
-fn register_exit(py: Python<'_>) -> PyResult<()> {
-    let (atexit, end) = (py.import("atexit")?, end_function(py)?);
-    atexit.call_method1("unregister", (&end,))?;
-    atexit.call_method1("register", (&end,)).map(drop)
-}
-
-/// A child of ``multiprocessing`` may end without ``atexit``, and runs finalizers of its own. It
-/// becomes such a child, and forgets earlier registrations, only after it has imported its parent's
-/// program: see [`prepare`].
-fn register_finalizer(py: Python<'_>) -> PyResult<()> {
-    let Some(process) = imported(py, "multiprocessing.process")? else {
-        return Ok(());
-    };
-    if process.call_method0("parent_process")?.is_none() {
-        return Ok(());
-    }
-    let options = PyDict::new(py);
-    // After everything else that ends there.
-    options.set_item("exitpriority", -1000)?;
-    let finalize = py.import("multiprocessing.util")?.getattr("Finalize")?;
-    finalize.call((py.None(), end_function(py)?), Some(&options))?;
-    FINALIZED.store(std::process::id(), Ordering::SeqCst);
-    Ok(())
-}
-
-/// ``multiprocessing`` calls this in a new child before its work: endpoints that the program opened
-/// while it was imported are to be closed, too.
+/// Whether an endpoint is open in this process.
 #[pyfunction]
-fn _begin(py: Python<'_>, _end: &Bound<'_, PyAny>) -> PyResult<()> {
+fn _has_open() -> bool {
     let is_ours = |(home, known): &Listed| home.is_here() && known.strong_count() > 0;
-    let has_open = OPEN.try_lock().is_ok_and(|open| open.iter().any(is_ours));
-    if has_open {
-        register_finalizer(py)
-    } else {
-        Ok(())
-    }
+    OPEN.try_lock().is_ok_and(|open| open.iter().any(is_ours))
 }
 
 /// Closes all open endpoints, and waits a moment for threads that use them: each leaves its wait
@@ -358,14 +313,7 @@ fn _end(py: Python<'_>) -> PyResult<()> {
         hook.call0()?;
     }
     close_all(py);
-    let look = |slice: Duration| {
-        let running = is_callback_running();
-        if running {
-            std::thread::park_timeout(slice.min(Duration::from_millis(1)));
-        }
-        Ok((!running).then_some(()))
-    };
-    in_slices(py, Some(PATIENCE), look).map(drop)
+    until(py, Some(PATIENCE), || Ok(!is_callback_running()))
 }
 
 /// Prepares for the end of the interpreter that imports the package. It must be the main
@@ -378,14 +326,6 @@ pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
     }
     module.add_class::<_Running>()?;
     module.add_function(wrap_pyfunction!(_end, module)?)?;
-    module.add_function(wrap_pyfunction!(_begin, module)?)?;
-    errors::classes(module.py())?;
-    PREPARED.store(std::process::id(), Ordering::SeqCst);
-    let (py, end) = (module.py(), module.getattr("_end")?);
-    py.import("atexit")?.call_method1("register", (&end,))?;
-    let Some(util) = imported(py, "multiprocessing.util")? else {
-        return Ok(());
-    };
-    util.call_method1("register_after_fork", (end, module.getattr("_begin")?))
-        .map(drop)
+    module.add_function(wrap_pyfunction!(_has_open, module)?)?;
+    errors::classes(module.py()).map(drop)
 }

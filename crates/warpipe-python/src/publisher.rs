@@ -15,18 +15,17 @@ use crate::device::Device;
 use crate::domain::{Domain, place};
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
 use crate::in_place::{self, NotInPlace, PublishedPool, ZeroCopy};
-use crate::interpreter_exit::{self, Closable};
 use crate::loan::Loan;
 use crate::metadata::Metadata;
 use crate::outgoing::{HELD_UP, Outgoing, dispatch};
 use crate::parts::{self, behind_all};
-use crate::process::Home;
 use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
-use crate::wait::{Given, Limit, in_slices, optional, seconds, waiting};
+use crate::wait::{Given, Limit, optional, seconds, until, waiting};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -52,11 +51,9 @@ use crate::wait::{Given, Limit, in_slices, optional, seconds, waiting};
 #[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Publisher {
-    home: Home,
-    name: String,
+    handle: CloseableHandle<warpipe::Publisher>,
     device: warpipe::Device,
     pool: PublishedPool,
-    inner: Arc<Closable<warpipe::Publisher>>,
     /// The stream for tensors without a stream of their own.
     stream: OwnStream,
     /// The reaction to a subscriber that holds ``depth`` frames: ``"block"``, ``"drop_oldest"``,
@@ -116,10 +113,15 @@ fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
 impl Publisher {
     /// The library's publisher, until it is closed.
     pub fn inner(&self) -> Outcome<Arc<DropDetached<warpipe::Publisher>>> {
-        self.home.check()?;
-        self.inner
-            .get()
-            .ok_or_else(|| Fault::closed("publisher", &self.name))
+        self.handle.get()
+    }
+
+    /// How many tensors that were sent where they lie are kept.
+    fn in_place_now(&self) -> Outcome<usize> {
+        Ok(match self.handle.is_closed()? {
+            true => 0,
+            false => self.inner()?.in_place()?,
+        })
     }
 
     /// A slot, waiting for one up to the loan's timeout: for several tensors by their names, or for
@@ -293,14 +295,10 @@ impl Publisher {
         };
         let stream = OwnStream::new(py, &device)?;
         let made = call(py, || warpipe::Publisher::new(name, options))?;
-        let inner = Arc::new(Closable::new(made));
-        interpreter_exit::close_at_exit(&inner)?;
-        let base = Named::of(&inner, name);
-        Ok(base.add_subclass(Publisher {
-            home: Home::here(),
-            name: name.to_owned(),
+        let handle = CloseableHandle::new("publisher", name, made)?;
+        Ok(handle.named().add_subclass(Publisher {
+            handle,
             device,
-            inner,
             stream,
             policy,
             depth,
@@ -450,8 +448,7 @@ impl Publisher {
     /// Raises ``ForkedError``.
     #[getter]
     fn in_place(&self, py: Python<'_>) -> PyResult<usize> {
-        self.home.check()?;
-        call(py, || self.inner.get().map_or(Ok(0), |it| it.in_place()))
+        Ok(py.detach(|| self.in_place_now())?)
     }
 
     /// All subscribers, and their states.
@@ -490,22 +487,13 @@ impl Publisher {
     /// Waits, as long as ``send`` waits for room, for tensors that were sent with ``zero_copy``;
     /// those that are still read after that are kept until they are not.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check()?;
-        // Which would keep tensors for subscribers to come.
-        let open = self.inner.get();
-        call(py, || open.map_or(Ok(()), |it| it.end_history()))?;
-        in_slices(py, self.block, |slice| {
-            let is_done = self.inner.get().map_or(Ok(0), |it| it.in_place())? == 0;
-            if !is_done {
-                std::thread::park_timeout(slice.min(Duration::from_millis(1)));
-            }
-            Ok(is_done.then_some(()))
-        })?;
-        let inner = self.inner.take();
-        py.detach(|| {
-            self.pool.clear();
-            drop(inner);
-        });
+        if !self.handle.is_closed()? {
+            // Which would keep tensors for subscribers to come.
+            py.detach(|| Outcome::Ok(self.inner()?.end_history()?))?;
+        }
+        until(py, self.block, || Ok(self.in_place_now()? == 0))?;
+        py.detach(|| self.pool.clear());
+        self.handle.close(py)?;
         self.copies.settle(py, self.block)
     }
 }

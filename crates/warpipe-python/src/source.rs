@@ -157,13 +157,13 @@ impl Wanted<'_> {
             // Its shape may be null, which PyO3 takes for an error.
             let format = view.getattr("format")?.extract::<CString>()?;
             let bytes = view.call_method0("tobytes")?.extract::<Vec<u8>>()?;
-            let dtype = dtype::from_buffer_format(&format, bytes.len())?;
+            let dtype = dtype::from_buffer_format(view.py(), &format, bytes.len())?;
             return Ok(Source {
                 layout: Layout::contiguous(dtype, &[]).map_err(Fault::from)?,
                 place: SourceLocation::Bytes(bytes),
             });
         }
-        let described = ArrayDescription::of_buffer(&PyUntypedBuffer::get(view)?)?;
+        let described = ArrayDescription::of_buffer(view.py(), &PyUntypedBuffer::get(view)?)?;
         self.of_host(
             &described,
             SourceOwner::Object(view.clone().into_any().unbind()),

@@ -101,6 +101,22 @@ pub fn in_slices<T: Send>(
     }
 }
 
+/// Looks every millisecond whether something is so, at most `timeout`.
+pub fn until(
+    py: Python<'_>,
+    timeout: Option<Duration>,
+    is_so: impl Fn() -> Outcome<bool> + Send + Sync,
+) -> PyResult<()> {
+    let look = |slice: Duration| {
+        let is_so = is_so()?;
+        if !is_so {
+            std::thread::park_timeout(slice.min(Duration::from_millis(1)));
+        }
+        Ok(is_so.then_some(()))
+    };
+    in_slices(py, timeout, look).map(drop)
+}
+
 /// A library call that waits at most `limit` (None: no limit). A signal's handler that raises, or
 /// an error of `goes_on`, cancels it and is the result then. What `goes_on` gives is kept while
 /// handlers run.

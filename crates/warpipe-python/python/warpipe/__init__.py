@@ -88,7 +88,7 @@ from ._errors import (
     WeightsUnhashedError,
     WrongDeviceError,
 )
-from . import _arrays as _arrays, _futures as _futures, _members as _members, _objects as _objects
+from . import _arrays as _arrays, _exit as _exit, _futures as _futures, _members as _members, _objects as _objects
 from ._queue import Client, Queue, Server, Worker
 from ._subscriber import Subscriber
 from ._tuples import (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 import sys
 from typing import Any
 
-from ._errors import DTypeError
+from ._errors import DTypeError, LayoutError
 from ._warpipe import DTYPES
 
 # What NumPy's one letter, or its name for a Python or a C type, means on Linux.
@@ -63,3 +65,47 @@ def _of_text(text: str) -> str:
 
 def _unknown(name: str) -> DTypeError:
     return DTypeError(f'element type "{name}" is not one that can be sent; there are {", ".join(DTYPES)}')
+
+
+def refusal(typestr: str, name: str | None) -> DTypeError:
+    """Why a type string of the array interface, of elements with this name, is not sent."""
+    if not re.fullmatch(r"..[0-9]{1,4}", typestr, re.ASCII | re.DOTALL):
+        why = "is no type string of the array interface"
+    elif typestr[1] in "OSUatMm":
+        why = "is of objects, texts or times, and has no numbers that a device knows; convert it with `.astype`"
+    elif typestr[0] == ">" and typestr[2:] != "1":
+        why = "has the byte order of big-endian machines, and no device computes with that; convert it with `.astype`"
+    else:
+        return DTypeError(f'element type "{name or typestr}" is not one that can be sent; convert it with `.astype`')
+    return DTypeError(f'element type "{typestr}" {why}')
+
+
+# The letter of a buffer says the kind, and its size the width: ctypes writes its `long` as a letter of four bytes.
+_KINDS = {**dict.fromkeys("bhilqn", "i"), **dict.fromkeys("BHILQNc", "u"), **dict.fromkeys("efd", "f")}
+_KINDS |= {"Zf": "c", "Zd": "c", "?": "b"}
+
+
+def of_format(text: str, nbytes: int) -> str:
+    """The type string of a buffer's ``format`` (PEP 3118), of which each element takes so many bytes."""
+    kind = _KINDS.get(text[1:] if text[:1] in tuple("<>!=@") else text)
+    if kind is None:
+        raise DTypeError(f'element type "{text}" is no number that a device knows; send an array of numbers')
+    return f"{'>' if text[0] in '>!' else '<'}{kind}{nbytes}"
+
+
+def shape_of(found: Any, rank_max: int) -> list[int]:
+    """A shape: one length, or a sequence of them."""
+    if isinstance(found, (str, bytes)):
+        # They can be iterated, but are no lengths.
+        raise LayoutError(f"not a usable tensor layout: a shape of {found!r}; give a tuple of lengths")
+    try:
+        lengths = [found] if isinstance(found, int) else list(itertools.islice(found, rank_max + 1))
+    except TypeError:
+        # An integer of another kind, NumPy's for example.
+        lengths = [operator.index(found)]
+    if len(lengths) > rank_max:
+        raise LayoutError(f"not a usable tensor layout: more than {rank_max} dimensions")
+    for length in lengths:
+        if not 0 <= operator.index(length) < 1 << 63:
+            raise LayoutError(f"not a usable tensor layout: a dimension of {length}; it must be 0 to 2^63 - 1")
+    return [operator.index(length) for length in lengths]

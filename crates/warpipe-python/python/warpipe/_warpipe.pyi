@@ -954,6 +954,10 @@ class Pending(_Future):
     def deadline_ns(self) -> int:
         """The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``."""
 
+def _end() -> None:
+    """``atexit`` calls this: closes all open endpoints, and waits for running callbacks."""
+def _has_open() -> bool:
+    """Whether an endpoint is open in this process."""
 def _check_seconds(timeout: float | None) -> None:
     """An error unless it is one that a wait takes."""
 def _run_command(arguments: Sequence[str], executable: str) -> int:

@@ -62,11 +62,14 @@ impl ArrayDescription {
     }
 
     /// Reads a buffer (PEP 3118).
-    pub(super) fn of_buffer(buffer: &PyUntypedBuffer) -> PyResult<ArrayDescription> {
+    pub(super) fn of_buffer(
+        py: Python<'_>,
+        buffer: &PyUntypedBuffer,
+    ) -> PyResult<ArrayDescription> {
         if buffer.suboffsets().is_some() {
             return Err(Fault::layout("its rows are pointers; copy it first").into());
         }
-        let dtype = dtype::from_buffer_format(buffer.format(), buffer.item_size())?;
+        let dtype = dtype::from_buffer_format(py, buffer.format(), buffer.item_size())?;
         let shape: Vec<u64> = buffer.shape().iter().map(|&length| length as u64).collect();
         let bytes: Vec<i64> = buffer.strides().iter().map(|&step| step as i64).collect();
         let address = buffer.buf_ptr().expose_provenance() as u64;
