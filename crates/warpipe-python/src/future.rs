@@ -244,11 +244,11 @@ impl Future {
         Ok(self.is_done()? && self.state().is_cancelled)
     }
 
-    /// Cancels it, if it has no outcome yet; says whether it is cancelled, and whether this call
-    /// did it. Call without the interpreter.
-    fn call_off(&self) -> Outcome<(bool, bool)> {
+    /// Cancels it, if it has no outcome yet; says whether this call did it; `None` if it is
+    /// not cancelled. Call without the interpreter.
+    fn call_off(&self) -> Outcome<Option<bool>> {
         if self.is_cancelled()? {
-            return Ok((true, false));
+            return Ok(Some(false));
         }
         let working = Working::begin(self);
         let off = match self.source.is_done() {
@@ -261,14 +261,14 @@ impl Future {
                 let unused = state.settle(Settled::Cancelled);
                 let is_cancelled = state.is_cancelled;
                 drop((state, unused));
-                Ok((is_cancelled, is_cancelled))
+                Ok(is_cancelled.then_some(true))
             }
             Err(fault) if !is_over(&fault) => Err(fault),
             // Another thread's cancellation is this one's, too.
             _ => {
                 drop(working);
                 self.is_here();
-                Ok((self.state().is_cancelled, false))
+                Ok(self.state().is_cancelled.then_some(false))
             }
         }
     }
@@ -328,8 +328,8 @@ impl Future {
         Ok(false)
     }
 
-    /// Cancels it: whether it is cancelled, and whether this call did it.
-    fn _call_off(&self, py: Python<'_>) -> PyResult<(bool, bool)> {
+    /// Cancels it: whether this call did it; None if it is not cancelled.
+    fn _call_off(&self, py: Python<'_>) -> PyResult<Option<bool>> {
         Ok(py.detach(|| self.call_off())?)
     }
 

@@ -171,6 +171,14 @@ impl SharedMemory {
     }
 }
 
+/// A `MemoryInfo` of `_tuples.py`.
+#[derive(FromPyObject)]
+struct InfoArgument {
+    nbytes: u64,
+    mapped_nbytes: u64,
+    device: String,
+}
+
 #[pymethods]
 impl SharedMemory {
     /// Maps memory by a descriptor that was received over the program's own socket, and its
@@ -183,17 +191,16 @@ impl SharedMemory {
     fn import_fd<'py>(
         py: Python<'py>,
         fd: i32,
-        info: (u64, u64, String),
+        info: InfoArgument,
         device: Option<Device>,
         writable: bool,
     ) -> PyResult<Bound<'py, SharedMemory>> {
         let device = Device::or_preferred(device);
-        let (bytes, mapped_bytes, id) = info;
-        let wrong = || Fault::argument("device", format!("{id:?}"), "a Device's uuid");
+        let wrong = || Fault::argument("device", format!("{:?}", info.device), "a Device's uuid");
         let info = warpipe::MemoryInfo {
-            bytes,
-            mapped_bytes,
-            device: device_id(&id).ok_or_else(wrong)?,
+            bytes: info.nbytes,
+            mapped_bytes: info.mapped_nbytes,
+            device: device_id(&info.device).ok_or_else(wrong)?,
         };
         if fd < 0 {
             return Err(Fault::argument("fd", fd, "an open descriptor").into());

@@ -24,8 +24,8 @@ pub fn memory_use(py: Python<'_>, (allocated, limit): (u64, u64)) -> PyResult<Bo
 
 /// What an import of a memory descriptor needs.
 pub fn memory_info(py: Python<'_>, info: warpipe::MemoryInfo) -> PyResult<Bound<'_, PyAny>> {
-    let values = (info.bytes, info.mapped_bytes, info.device.to_string());
-    named(py, "MemoryInfo", values)
+    let class = py.import("warpipe._tuples")?.getattr("MemoryInfo")?;
+    class.call1((info.bytes, info.mapped_bytes, info.device.to_string()))
 }
 
 /// A user's part of a pool.

@@ -20,7 +20,7 @@ def name_of(found: Any) -> str:
     Raises ``ArgumentError``.
     """
     name = found if isinstance(found, str) else _of_number(found) or _of_torch(found)
-    name = _SHORT.get(name, name)
+    name = _SHORT.get(name or "", name)
     if name is None or _NAME.fullmatch(name) is None:
         told = f'"{found}"' if isinstance(found, str) else found
         raise ArgumentError(f"device is {told}; allowed is {_ALLOWED}")

@@ -69,10 +69,10 @@ def _unknown(name: str) -> DTypeError:
 
 def refusal(typestr: str, name: str | None) -> DTypeError:
     """Why a type string of the array interface, of elements with this name, is not sent."""
-    if not re.fullmatch(r"..[0-9]{1,4}", typestr, re.ASCII | re.DOTALL):
-        why = "is no type string of the array interface"
-    elif typestr[1] in "OSUatMm":
+    if typestr[1:2] in tuple("OSUatMm"):
         why = "is of objects, texts or times, and has no numbers that a device knows; convert it with `.astype`"
+    elif not re.fullmatch(r"..[0-9]{1,4}", typestr, re.ASCII | re.DOTALL):
+        why = "is no type string of the array interface"
     elif typestr[0] == ">" and typestr[2:] != "1":
         why = "has the byte order of big-endian machines, and no device computes with that; convert it with `.astype`"
     else:

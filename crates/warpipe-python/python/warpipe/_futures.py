@@ -266,22 +266,38 @@ def cancel(self: _Future) -> bool:
     """Cancels it: no worker, or server, gets it any more, and the answer of one that has it is discarded. Returns
     whether it is cancelled: False if it was done before.
     """
-    is_cancelled, by_this = self._call_off()
+    by_this = self._call_off()
     if by_this:
         run(self)
-    return is_cancelled
+    return by_this is not None
+
+
+def poll(self: _Future) -> _warpipe.JobResult | None:
+    """The result if it has come, else None."""
+    return self.result() if self.done() else None
+
+
+def send(self: _Future, value: None, /) -> Any:
+    """One step of the asyncio task that wraps this object: see ``asyncio.create_task``."""
+    return step(self, "send", value)
+
+
+def throw(self: _Future, *error: Any) -> Any:
+    """Ends a step of that task with an error, as a cancellation does."""
+    return step(self, "throw", *error)
+
+
+def close(self: _Future) -> None:
+    """Ends the wait of that task; the job, or the request, itself goes on."""
+    step(self, "close")
 
 
 def _complete() -> None:
-    """Gives the native class these methods, and those of a coroutine to ``asyncio.create_task``: each task has a wait of
-    its own."""
+    """Gives the native class these methods. With those of a coroutine a future is one to ``asyncio.create_task``."""
     future: Any = _warpipe._Future
-    future.result, future.exception, future.cancel = result, exception, cancel
-    future.add_done_callback = add_done_callback
-    future.__await__ = lambda self: outcome_of(self).__await__()
-    future.send = lambda self, value, /: step(self, "send", value)
-    future.throw = lambda self, *error: step(self, "throw", *error)
-    future.close = lambda self: step(self, "close")
+    for method in (result, exception, add_done_callback, cancel, send, throw, close):
+        setattr(future, method.__name__, method)
+    future._poll, future.__await__ = poll, lambda self: outcome_of(self).__await__()
 
 
 _complete()

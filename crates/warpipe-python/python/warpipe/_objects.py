@@ -11,7 +11,8 @@ def _repr(*fields: str) -> Any:
     """By name, layout and device, as far as the object has them, and by these attributes."""
 
     def told(self: Any) -> str:
-        name = next((found for one in ("name", "queue", "service", "_name") if (found := getattr(self, one, None))), None)
+        named = self.weights if isinstance(self, _warpipe.Follower) else self
+        name = next((found for one in ("name", "queue", "service", "_name") if (found := getattr(named, one, None))), None)
         words = [] if name is None else [f'"{name}"']
         if isinstance(self, _warpipe._Tensor):
             words = [self._described]

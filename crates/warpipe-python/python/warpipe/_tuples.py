@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 PeerState: TypeAlias = Literal["alive", "stalled", "leaving", "suspect", "dead", "unknown"]
@@ -29,7 +30,8 @@ class MemoryUse(NamedTuple):
     """Its limit."""
 
 
-class MemoryInfo(NamedTuple):
+@dataclass(frozen=True)
+class MemoryInfo:
     """The description that an import of a memory descriptor needs: sent with it, pickled for example."""
 
     nbytes: int
@@ -38,6 +40,11 @@ class MemoryInfo(NamedTuple):
     """The whole allocation, as the driver maps it."""
     device: str
     """The device that it lies on: its ``Device.uuid``."""
+
+    def __post_init__(self) -> None:
+        for name in ("nbytes", "mapped_nbytes"):
+            if not 0 <= getattr(self, name) < 1 << 64:
+                raise OverflowError(f"argument '{name}': {getattr(self, name)} bytes are out of range")
 
 
 class Quota(NamedTuple):
