@@ -43,11 +43,13 @@ struct TestProgram {
 }
 
 /// Builds the programs and fills `target/gpu-bundle/`, and `target/gpu-bundle.tar.xz` with the same.
-pub fn assemble(workspace: &Workspace) -> Outcome<()> {
+/// The comparison with other libraries, whose build takes as long as all else, is left out if asked.
+pub fn assemble(workspace: &Workspace, with_comparison: bool) -> Outcome<()> {
     let programs = build_programs(workspace)?;
     let tests = build_tests(workspace)?;
     let examples = build_examples(workspace)?;
-    let comparison = comparison::build(workspace)?;
+    let comparison = with_comparison.then(|| comparison::build(workspace));
+    let comparison = comparison.transpose()?;
     let bridge_bench = build_bridge_bench(workspace)?;
     let folder = workspace.target.join("gpu-bundle");
     let _ = fs::remove_dir_all(&folder);
@@ -56,7 +58,9 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     for (name, path) in &programs {
         place(path, &folder.join(name))?;
     }
-    place(&comparison, &folder.join(comparison::PROGRAM))?;
+    if let Some(program) = &comparison {
+        place(program, &folder.join(comparison::PROGRAM))?;
+    }
     place(&bridge_bench, &folder.join("warpipe-bridge-bench"))?;
     for TestProgram { name, path } in &tests {
         place(path, &folder.join("tests").join(name))?;
@@ -78,7 +82,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let bytes = fs::metadata(&archive)
         .map_err(|error| format!("{}: {error}", archive.display()))?
         .len();
-    let count = programs.len() + 2 + tests.len() + examples.len();
+    let count = programs.len() + 1 + tests.len() + examples.len() + comparison.iter().len();
     println!(
         "{}: {count} programs; {}: {:.1} MiB",
         folder.display(),

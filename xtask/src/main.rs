@@ -62,7 +62,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   book            make the book of docs/ in target/book, with mdBook (built once)
   comparison [OPTION]...
                   measure the host path beside a bare ring and iceoryx2; `--help` says how
-  gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
+  gpu-bundle [--no-comparison]
+                  assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
 
 /// A failure, as told to a person: what failed, and the next step.
 type Outcome<T> = Result<T, String>;
@@ -169,8 +170,8 @@ fn main() -> ExitCode {
         ["comparison", options @ ..] => {
             Workspace::find().and_then(|workspace| comparison::run(&workspace, options))
         }
-        ["gpu-bundle"] => Workspace::find()
-            .and_then(|workspace| bundle::assemble(&workspace))
+        ["gpu-bundle"] | ["gpu-bundle", "--no-comparison"] => Workspace::find()
+            .and_then(|workspace| bundle::assemble(&workspace, arguments.len() == 1))
             .map(|()| true),
         _ => return usage(),
     };

@@ -13,6 +13,7 @@ mod death;
 mod fanout;
 mod fanout_rings;
 mod graph;
+mod growth;
 mod handoff;
 mod idle;
 mod kernel_ring;
@@ -119,11 +120,13 @@ enum What {
     Placement,
     /// CPU time of a hand-over that is counted in the statistics page, beside one that is not
     Statistics,
+    /// Many tensors of a version, names of a domain, engines of one name of weights: the cost of each
+    Growth,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 19] = [
+const BENCHMARKS: [(What, Benchmark); 20] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -143,6 +146,7 @@ const BENCHMARKS: [(What, Benchmark); 19] = [
     (What::C, c_interface::run),
     (What::Placement, placement::run),
     (What::Statistics, statistics::run),
+    (What::Growth, growth::run),
 ];
 
 /// The role of a child process of a benchmark.
@@ -164,6 +168,7 @@ enum Role {
     KernelRing(kernel_ring::Terms),
     KernelRingSteps(kernel_ring::Terms),
     Statistics(statistics::Terms),
+    Growth(growth::Terms),
 }
 
 /// Measures, prints and writes. A benchmark that could not be run is an error at the end, once the
@@ -225,5 +230,6 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::KernelRingSteps(terms) => kernel_ring::answer_replays(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
         Role::Statistics(terms) => statistics::measure(&terms, &control),
+        Role::Growth(terms) => growth::follow(&terms, &control),
     }
 }

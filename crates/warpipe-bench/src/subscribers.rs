@@ -182,9 +182,9 @@ fn wait_for(fds: &mut [PollFd<'_>], wait: Duration) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Raises this process's limit of descriptors to what `subscribers` need, as far as it may.
-fn allow_descriptors(subscribers: usize) -> anyhow::Result<()> {
-    let needed = DESCRIPTORS + subscribers as u64 * DESCRIPTORS_EACH;
+/// Raises this process's limit of descriptors to what `endpoints` need, as far as it may.
+pub fn allow_descriptors(endpoints: usize) -> anyhow::Result<()> {
+    let needed = DESCRIPTORS + endpoints as u64 * DESCRIPTORS_EACH;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current.is_some_and(|current| current < needed) {
         let current = Some(maximum.map_or(needed, |maximum| maximum.min(needed)));
@@ -195,7 +195,7 @@ fn allow_descriptors(subscribers: usize) -> anyhow::Result<()> {
 }
 
 /// Resident memory in KiB, and open descriptors.
-fn footprint() -> anyhow::Result<(f64, usize)> {
+pub fn footprint() -> anyhow::Result<(f64, usize)> {
     let pages = std::fs::read_to_string("/proc/self/statm")?;
     let pages: f64 = pages
         .split(' ')

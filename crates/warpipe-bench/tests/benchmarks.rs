@@ -8,7 +8,7 @@ use warpipe_testkit::temporary_folder;
 
 /// Those with figures on the host. `placement` and the graphs of `kernel_ring` are measured on a GPU
 /// alone; `cargo xtask test` runs the latter over the fake driver.
-const BENCHMARKS: [&str; 17] = [
+const BENCHMARKS: [&str; 18] = [
     "handoff",
     "pipeline",
     "send",
@@ -26,6 +26,7 @@ const BENCHMARKS: [&str; 17] = [
     "kernel_ring",
     "c",
     "statistics",
+    "growth",
 ];
 
 fn run(arguments: &[&str]) -> Output {

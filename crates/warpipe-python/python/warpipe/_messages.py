@@ -3,13 +3,12 @@ for a message that is not sent is taken back. While it is followed, six methods 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue, SimpleQueue
@@ -47,24 +46,28 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-@contextlib.contextmanager
-def message(pipe: Connection | None, failures: type[BaseException]) -> Iterator[None]:
-    """Pickles or sends a message, or a part of one. After a failure it is taken back."""
-    outer = current()
-    if pipe is None and outer is not None:
-        pipe = outer.pipe
-    inner = _state.message = Message(pipe)
-    try:
-        yield
-    except failures:
-        for take_back in inner.take_back:
-            take_back()
-        raise
-    else:
-        if outer is not None:
-            outer.take_back += inner.take_back
-    finally:
-        _state.message = outer
+class message:  # noqa: N801
+    """Pickles or sends a message, or a part of one: ``with message(pipe, failures)``. After one of ``failures`` it is taken
+    back. A class, as a generator would take as long as the pickling of a small message."""
+
+    __slots__ = ("failures", "inner", "outer")
+
+    def __init__(self, pipe: Connection | None, failures: type[BaseException]) -> None:
+        outer = self.outer = current()
+        self.failures = failures
+        self.inner = Message(outer.pipe if pipe is None and outer is not None else pipe)
+
+    def __enter__(self) -> None:
+        _state.message = self.inner
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _state.message = self.outer
+        if kind is None:
+            if self.outer is not None:
+                self.outer.take_back += self.inner.take_back
+        elif issubclass(kind, self.failures):
+            for take_back in self.inner.take_back:
+                take_back()
 
 
 class Ordered:

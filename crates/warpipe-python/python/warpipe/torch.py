@@ -37,6 +37,8 @@ _usual: dict[type, Callable[[Any], Any]] = {}
 _warned: set[str] = set()
 # What a message is ordered behind that was put while its stream was being captured: nothing of it has been computed.
 _CAPTURED = object()
+# The number of PyTorch's stream outside of any ``torch.cuda.stream``.
+_DEFAULT_STREAM = 0
 # Ranges of host memory that tests have carried as a GPU's.
 _device_like: list[tuple[int, int]] = []
 
@@ -174,9 +176,9 @@ def _ordered_put(put: Callable[..., Any]) -> Callable[..., Any]:
     def ordered(queue: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
         # A thread of the queue's pickles it, and has a current stream of its own.
         cuda = _torch().cuda
-        if cuda.is_initialized() and (stream := cuda.current_stream()) != cuda.default_stream():
+        if cuda.is_initialized() and _current_stream(cuda.current_device()) != _DEFAULT_STREAM:
             # An event of a capture would draw the thread's stream into that.
-            order = _CAPTURED if cuda.is_current_stream_capturing() else stream.record_event()
+            order = _CAPTURED if cuda.is_current_stream_capturing() else cuda.current_stream().record_event()
             obj = _messages.Ordered(obj, order)
         return put(queue, obj, *arguments, **named)
 
@@ -192,6 +194,18 @@ def _behind(index: int) -> Any:
 @functools.cache
 def _torch() -> Any:
     return importlib.import_module("torch")
+
+
+def _current_stream(index: int) -> int:
+    """PyTorch's current stream of a GPU. Its public function makes an object of it, which takes as long as a message's own
+    steps; the private one below that is used where there is one."""
+    raw = _raw_stream()
+    return int(_torch().cuda.current_stream(index).cuda_stream if raw is None else raw(index))
+
+
+@functools.cache
+def _raw_stream() -> Any:
+    return getattr(_torch()._C, "_cuda_getCurrentRawStream", None)
 
 
 @functools.cache
@@ -213,8 +227,13 @@ class _Storage:
         self.rebuild = _rebuild_storage
 
     @property
-    def stream(self) -> Any:
-        return None if self.device.kind == "host" else self._stream().cuda_stream
+    def stream(self) -> int | None:
+        if self.device.kind == "host":
+            return None
+        message = _messages.current()
+        if message is None or message.order is None:
+            return _current_stream(self.storage.device.index)
+        return int(self._stream().cuda_stream)
 
     def _stream(self) -> Any:
         stream = _torch().cuda.current_stream(self.storage.device)

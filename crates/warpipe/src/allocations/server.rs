@@ -102,9 +102,9 @@ impl AllocationServer {
     /// Shares `bytes` bytes at `ptr` and returns the number that another process opens once. The
     /// contents are complete behind the work of `stream` so far.
     ///
-    /// `owner` is dropped, on a thread of this library, when the receiver has released the memory
-    /// and its device is past it, when the receiver is proven dead, when the share is
-    /// [withdrawn](Self::withdraw), or with the server.
+    /// `owner` is dropped, on a thread of this library or in a later call of this function, when the
+    /// receiver has released the memory and its device is past it, when the receiver is proven dead,
+    /// when the share is [withdrawn](Self::withdraw), or with the server.
     ///
     /// The memory may be of `cudaMalloc` (the receiver gets a legacy handle) or of the virtual
     /// memory functions (`cuMemMap`; the receiver gets descriptors, if the allocations were made
@@ -164,7 +164,9 @@ impl AllocationServer {
         // SAFETY: the caller's promise.
         let (number, is_due) = unsafe { shares.share(stream, range, access, owner) }?;
         if is_due {
-            shares.collect(self.inner.server.server_core().reactor());
+            // Here and not by the reaper, beside which an owner of an interpreter would have to wait
+            // for this thread's call to end.
+            shares.drop_released();
         }
         Ok(number)
     }

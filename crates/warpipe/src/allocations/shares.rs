@@ -274,7 +274,8 @@ impl Shares {
         bytes: u64,
         access: Access,
     ) -> Result<(OfferPlace, Option<Arc<HeldRun>>)> {
-        match self.device.backend().locate(ptr)?.kind {
+        let found = self.device.backend().locate(ptr)?;
+        match found.kind {
             PointerKind::Device if access == Access::Read => Err(Error::argument(
                 "memory",
                 "of cudaMalloc, which every process that opens it can write",
@@ -282,7 +283,7 @@ impl Shares {
             )),
             PointerKind::Device => {
                 // SAFETY: the caller's promise.
-                let handle = unsafe { LegacyHandle::export(&self.device, ptr, bytes) }?;
+                let handle = unsafe { LegacyHandle::of_located(&self.device, found, ptr, bytes) }?;
                 Ok((OfferPlace::Legacy(handle.to_bytes()), None))
             }
             _ => {
@@ -369,10 +370,17 @@ impl Shares {
         self.ready.word(word as usize).reached(value)
     }
 
-    /// Takes what clients have released.
+    /// Drops what clients have released.
+    pub(super) fn drop_released(&self) {
+        let released = self.lock().collect(&self.words);
+        // Without the lock.
+        drop(released);
+    }
+
+    /// Has the reaper drop what clients have released.
     pub(super) fn collect(&self, reactor: &Reactor) {
-        let dropped = self.lock().collect(&self.words);
-        drop_deferred(dropped, reactor);
+        let released = self.lock().collect(&self.words);
+        drop_deferred(released, reactor);
     }
 }
 

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use self::imports::Import;
-use crate::backend::{DeviceId, DevicePtr, PointerKind};
+use crate::backend::{DeviceId, DevicePtr, PointerInfo, PointerKind};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
 use crate::ipc::Kind;
@@ -102,7 +102,20 @@ impl LegacyHandle {
     /// its behaviour for memory that is freed while another process has it open. The address itself
     /// is looked up and not trusted.
     pub unsafe fn export(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<LegacyHandle> {
-        let found = device.backend().locate(ptr)?;
+        // SAFETY: the caller's promise.
+        unsafe { LegacyHandle::of_located(device, device.backend().locate(ptr)?, ptr, bytes) }
+    }
+
+    /// The same of an address that was just looked up.
+    ///
+    /// # Safety
+    /// As for [`export`](Self::export).
+    pub(crate) unsafe fn of_located(
+        device: &Device,
+        found: PointerInfo,
+        ptr: DevicePtr,
+        bytes: u64,
+    ) -> Result<LegacyHandle> {
         if found.kind != PointerKind::Device {
             return Err(Error::not_exportable(ptr, found.kind));
         }
@@ -112,22 +125,25 @@ impl LegacyHandle {
         let offset = ptr.wrapping_sub(found.base);
         let (origin, owner) = (ProcessOrigin::here()?, found.owner);
         check_range(offset, bytes, found.bytes)?;
-        // SAFETY: the base of an allocation of the right kind, as was just looked up; it is live by
-        // the caller's promise.
-        let raw = unsafe { device.backend().export_legacy(found.base) }?;
-        let (allocation, allocation_bytes) = (found.allocation, found.bytes);
+        // The driver's handle of one allocation is always the same.
+        let raw = match exports::known(&found) {
+            Some(raw) => raw,
+            // SAFETY: the base of an allocation of the right kind, as was just looked up; it is live
+            // by the caller's promise.
+            None => exports::remember(&found, unsafe {
+                device.backend().export_legacy(found.base)
+            }?)?,
+        };
         let fields = LegacyFields {
             origin,
             owner,
-            allocation,
-            allocation_bytes,
+            allocation: found.allocation,
+            allocation_bytes: found.bytes,
             offset,
             bytes,
             raw: DriverHandle(raw),
         };
-        let handle = LegacyHandle { fields };
-        exports::remember(&handle, found.base)?;
-        Ok(handle)
+        Ok(LegacyHandle { fields })
     }
 
     /// `cuIpcOpenMemHandle`: maps the memory here. Opening memory that is open already, or was

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
 
 use super::{LegacyHandle, other_device};
-use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerKind};
+use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerInfo, PointerKind};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
 use crate::fork::per_process::PerProcess;
@@ -21,10 +21,18 @@ fn exports() -> MutexGuard<'static, Exports> {
     EXPORTS.lock()
 }
 
-/// Which allocation lies at `base` from now on.
-pub(super) fn remember(handle: &LegacyHandle, base: DevicePtr) -> Result<()> {
+/// The driver's handle of an allocation, if it was exported before. A driver that gives allocations
+/// no numbers is asked again.
+pub(super) fn known(found: &PointerInfo) -> Option<IpcBytes> {
+    let exports = exports();
+    let (allocation, raw) = exports.get(&(found.owner, found.base))?;
+    (*allocation == found.allocation && found.allocation != 0).then_some(*raw)
+}
+
+/// Which allocation lies at its base from now on, and the driver's handle of it, which is returned.
+pub(super) fn remember(found: &PointerInfo, raw: IpcBytes) -> Result<IpcBytes> {
     let mut exports = exports();
-    let key = (handle.fields.owner, base);
+    let key = (found.owner, found.base);
     if exports.len() >= EXPORTS_MAX && !exports.contains_key(&key) {
         return Err(Error::argument(
             "exported allocations",
@@ -32,8 +40,8 @@ pub(super) fn remember(handle: &LegacyHandle, base: DevicePtr) -> Result<()> {
             format!("at most {EXPORTS_MAX}"),
         ));
     }
-    exports.insert(key, (handle.fields.allocation, handle.fields.raw.0));
-    Ok(())
+    exports.insert(key, (found.allocation, raw));
+    Ok(raw)
 }
 
 /// The base of an allocation of this process, if it still is the one that was exported.
