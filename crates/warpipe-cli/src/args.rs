@@ -500,6 +500,15 @@ pub struct DomainArg {
     pub path: Option<PathBuf>,
 }
 
+impl DomainArg {
+    /// Its directory, or the environment's.
+    pub fn or_environment(&self) -> warpipe::Result<PathBuf> {
+        self.path
+            .clone()
+            .map_or_else(warpipe::Domain::environment_path, Ok)
+    }
+}
+
 /// Prints a completion script for a shell
 ///
 /// For one session of bash: source <(warpipe completions bash). To keep it, write the output to

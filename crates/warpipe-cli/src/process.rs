@@ -142,6 +142,17 @@ pub fn wait(child: &mut Child, timeout: Duration) -> io::Result<Option<ExitStatu
     }
 }
 
+/// A child, killed and reaped when it is dropped.
+pub struct Reaped(pub Child);
+
+impl Drop for Reaped {
+    fn drop(&mut self) {
+        // It may have been reaped: both calls do nothing then.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// Waits for a child to end, and kills it when it does not.
 pub fn end(child: &mut Child, patience: Duration) -> io::Result<ExitStatus> {
     if let Some(status) = wait(child, patience)? {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ExitStatus, Stdio};
+use std::process::{ChildStdin, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use crate::doctor::system::mps_answers;
 use crate::exit::{self, Exit};
 use crate::interrupt::{Interrupt, LOOK};
 use crate::output::{Output, Style, count, duration, styled};
-use crate::process;
+use crate::process::{self, Reaped};
 
 /// The time limit of processes that were ordered to end.
 const END_PATIENCE: Duration = Duration::from_secs(15);
@@ -31,7 +31,7 @@ pub type Id = usize;
 
 struct Process {
     role: String,
-    child: Child,
+    child: Reaped,
     orders: Option<ChildStdin>,
     /// What it has reported: facts by their names, each as it was said last.
     facts: Facts,
@@ -41,12 +41,12 @@ struct Process {
 
 impl Process {
     fn how_it_ended(&self, status: ExitStatus) -> String {
-        let (role, pid) = (&self.role, self.child.id());
+        let (role, pid) = (&self.role, self.child.0.id());
         format!("{role} (process {pid}) {}", process::ending(status))
     }
 }
 
-/// The processes, and what they have shown so far. Dropped, it kills and reaps those that are left.
+/// The processes, and what they have shown so far. Those that are left are killed with it.
 pub struct Stage<'a> {
     pub args: &'a DemoArgs,
     pub chosen: &'a ChosenDevice,
@@ -139,7 +139,7 @@ impl<'a> Stage<'a> {
         // From here on the child is reaped whatever happens next.
         self.processes.push(Process {
             role: role.to_owned(),
-            child,
+            child: Reaped(child),
             orders,
             facts: Facts::new(),
             is_killed: false,
@@ -159,7 +159,7 @@ impl<'a> Stage<'a> {
 
     /// A process's number.
     pub fn pid(&self, id: Id) -> u32 {
-        self.processes[id].child.id()
+        self.processes[id].child.0.id()
     }
 
     /// A process's role: `publisher`, `subscriber 1`.
@@ -179,7 +179,7 @@ impl<'a> Stage<'a> {
         let process = &mut self.processes[id];
         process.is_killed = true;
         self.killed_ns = clock::now_ns();
-        let killed = process.child.kill();
+        let killed = process.child.0.kill();
         killed.with_context(|| format!("cannot kill the {}", process.role))
     }
 
@@ -192,7 +192,7 @@ impl<'a> Stage<'a> {
 
     /// Waits until a killed process has ended.
     pub fn reap(&mut self, id: Id) -> anyhow::Result<()> {
-        process::end(&mut self.processes[id].child, END_PATIENCE)?;
+        process::end(&mut self.processes[id].child.0, END_PATIENCE)?;
         Ok(())
     }
 
@@ -237,7 +237,7 @@ impl<'a> Stage<'a> {
             ensure!(!is_late, "{role} did not say {fact} in time");
             let ended = self.take_report().map(|id| &mut self.processes[id]);
             if let Some(process) = ended.filter(|it| it.has_ended && !it.is_killed) {
-                let status = process::end(&mut process.child, END_PATIENCE)?;
+                let status = process::end(&mut process.child.0, END_PATIENCE)?;
                 bail!(process.how_it_ended(status));
             }
         }
@@ -287,7 +287,7 @@ impl<'a> Stage<'a> {
             process.orders = None;
         }
         for process in &mut self.processes {
-            let status = process::end(&mut process.child, END_PATIENCE)?;
+            let status = process::end(&mut process.child.0, END_PATIENCE)?;
             let is_due = match process.is_killed {
                 true => status.signal() == Some(9),
                 false => status.success(),
@@ -348,14 +348,5 @@ impl<'a> Stage<'a> {
             lines.push(format!("{} in all", duration(self.started.elapsed())));
         }
         format!("\n{}", lines.join("\n"))
-    }
-}
-
-impl Drop for Stage<'_> {
-    fn drop(&mut self) {
-        for process in &mut self.processes {
-            let _ = process.child.kill();
-            let _ = process.child.wait();
-        }
     }
 }

@@ -58,10 +58,11 @@ impl Check {
         detail: impl Into<String>,
         next: impl Into<String>,
     ) -> Check {
-        Check {
-            verdict: Verdict::Failed,
-            ..Check::no(check, detail, next)
-        }
+        Check::no(check, detail, next).but(Verdict::Failed)
+    }
+
+    fn but(self, verdict: Verdict) -> Check {
+        Check { verdict, ..self }
     }
 
     /// The check of a trial's result. An error's own next step goes before `next`.
@@ -78,14 +79,10 @@ impl Check {
                         ..
                     })
                 );
-                let verdict = if is_absent {
-                    Verdict::No
-                } else {
-                    Verdict::Failed
-                };
-                Check {
-                    verdict,
-                    ..Check::no(check, detail, own.unwrap_or_else(|| next.to_owned()))
+                let check = Check::no(check, detail, own.unwrap_or_else(|| next.to_owned()));
+                match is_absent {
+                    true => check,
+                    false => check.but(Verdict::Failed),
                 }
             }
         }

@@ -6,7 +6,6 @@ mod http;
 use std::net::TcpListener;
 
 use anyhow::anyhow;
-use warpipe::Domain;
 
 use crate::announcer::Announcer;
 use crate::args::MetricsArgs;
@@ -26,8 +25,7 @@ pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
         .into());
     }
     // It need not exist: a server may be started before the first endpoint.
-    let path = args.domain.path.clone();
-    let mut source = Source::new(path.map_or_else(Domain::environment_path, Ok)?)?;
+    let mut source = Source::new(args.domain.or_environment()?)?;
     source.look()?;
     let listener = TcpListener::bind(args.listen).map_err(|error| {
         anyhow!(

@@ -32,15 +32,11 @@ use crate::top::view::{View, Wish};
 /// Shows the domain until the user quits; with `--once` for one interval.
 pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install_for_terminal()?;
-    let path = match &args.domain.path {
-        // A path that does not exist is a mistake. The one of the environment may not exist yet.
-        Some(path) => {
-            Domain::of_user(path, rustix::process::geteuid().as_raw())?;
-            path.clone()
-        }
-        None => Domain::environment_path()?,
-    };
-    let mut source = Source::new(path)?;
+    // A path that does not exist is a mistake. The one of the environment may not exist yet.
+    if let Some(path) = &args.domain.path {
+        Domain::of_user(path, rustix::process::geteuid().as_raw())?;
+    }
+    let mut source = Source::new(args.domain.or_environment()?)?;
     if args.once {
         return once(args, &mut source, &interrupt);
     }

@@ -1,7 +1,6 @@
 //! The child process of `weights serve`: `warpipe weights-child`. It opens the device, so that the
 //! keeper has none. It says its progress and its result as JSON lines on standard output.
 
-use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
@@ -15,6 +14,7 @@ use warpipe::{Domain, Error, OpenOptions, WeightsFault};
 use crate::args::WeightsServeArgs;
 use crate::device_arg::DeviceArg;
 use crate::exit::{Exit, fact_and_hint};
+use crate::output::Output;
 use crate::process::{child_of_this, follow_parent};
 use crate::source::InputError;
 
@@ -126,7 +126,7 @@ pub fn run(args: &ChildArgs) -> Exit {
         }
     };
     // Without a reader there is no parent, which ends this process.
-    let _ = say(&line);
+    let _ = Output::new(true).json_only(&line);
     exit
 }
 
@@ -148,7 +148,7 @@ fn load(args: &ChildArgs) -> anyhow::Result<ChildLine> {
         };
         if last.is_none_or(|last| percent > last) {
             *last = Some(percent);
-            let _ = say(&ChildLine::Progress { done, total });
+            let _ = Output::new(true).json_only(&ChildLine::Progress { done, total });
         }
     });
     let weights = weights.map_err(unreadable)?;
@@ -216,11 +216,4 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
         Err(error) => return Err(error.into()),
     };
     Ok(ChildLine::NotTaken(NotTaken { version, reason }))
-}
-
-fn say(line: &ChildLine) -> io::Result<()> {
-    let text = serde_json::to_string(line)? + "\n";
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()
 }

@@ -14,7 +14,7 @@ const TOLD_BYTES_MAX: usize = 120;
 
 pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
-    let path = super::domain_path(&args.domain)?;
+    let path = args.domain.or_environment()?;
     let Some(domain) = existing_domain(&path)? else {
         output.human(|| printable(&missing(&path)))?;
         return Ok(Exit::Done);

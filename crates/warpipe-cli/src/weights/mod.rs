@@ -7,8 +7,6 @@ mod progress;
 mod serve;
 mod verify;
 
-use std::path::PathBuf;
-
 use warpipe::{Domain, Error, Kind};
 
 use crate::args::{DomainArg, WeightsArgs, WeightsCommand};
@@ -28,18 +26,13 @@ pub fn run(args: &WeightsArgs) -> anyhow::Result<Exit> {
 }
 
 fn domain(chosen: &DomainArg) -> warpipe::Result<Domain> {
-    Domain::at(domain_path(chosen)?)
-}
-
-fn domain_path(chosen: &DomainArg) -> warpipe::Result<PathBuf> {
-    let chosen = chosen.path.clone();
-    chosen.map_or_else(Domain::environment_path, Ok)
+    Domain::at(chosen.or_environment()?)
 }
 
 /// The domain in which a name of weights is looked for. Without its directory, which is not made,
 /// there is no such name.
 fn domain_of(chosen: &DomainArg, name: &str) -> warpipe::Result<Domain> {
-    let path = domain_path(chosen)?;
+    let path = chosen.or_environment()?;
     existing_domain(&path)?.ok_or_else(|| Error::NotFound {
         kind: Kind::Weights,
         name: name.to_string(),

@@ -5,7 +5,7 @@
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, ChildStdout};
+use std::process::ChildStdout;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
@@ -23,7 +23,7 @@ use crate::exit::{Exit, UsageError};
 use crate::interrupt::Interrupt;
 use crate::output::{Style, bytes, duration, styled};
 use crate::poll::poll;
-use crate::process::ending;
+use crate::process::{Reaped, ending};
 
 pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install()?;
@@ -179,9 +179,13 @@ impl Serve<'_> {
     /// error is killed.
     fn run_child(&self, task: Task) -> anyhow::Result<Outcome> {
         let child = child::command(task, self.args, &self.domain).spawn();
-        let mut child = RunningChild(child.context("cannot start the loading process")?);
+        let mut child = Reaped(child.context("cannot start the loading process")?);
         let stdout = child.0.stdout.take();
-        let mut lines = Lines::new(stdout.context("the loading process has no output")?);
+        let mut lines = Lines {
+            out: stdout.context("the loading process has no output")?,
+            pending: Vec::new(),
+            is_open: true,
+        };
         let mut progress = Progress::new(self.args.quiet || self.args.json);
         let show = |text: Option<String>| {
             if let Some(text) = text {
@@ -285,17 +289,6 @@ impl Serve<'_> {
     }
 }
 
-/// A child, killed and reaped when it is dropped.
-struct RunningChild(Child);
-
-impl Drop for RunningChild {
-    fn drop(&mut self) {
-        // It may have been reaped: both calls do nothing then.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// The lines of a child, as they come.
 struct Lines {
     out: ChildStdout,
@@ -304,14 +297,6 @@ struct Lines {
 }
 
 impl Lines {
-    fn new(out: ChildStdout) -> Lines {
-        Lines {
-            out,
-            pending: Vec::new(),
-            is_open: true,
-        }
-    }
-
     /// Reads what has come, if anything has.
     fn read(&mut self) -> anyhow::Result<Vec<ChildLine>> {
         let mut ready = [PollFd::new(&self.out, PollFlags::IN)];

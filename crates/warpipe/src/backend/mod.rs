@@ -413,7 +413,10 @@ pub trait Copies {
     /// # Safety
     /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere
     /// writes it.
-    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()>;
+    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.upload_pieces(stream, dst, &[src]) }
+    }
 
     /// As [`upload`](Self::upload), of pieces that will lie one behind the other.
     ///
@@ -424,15 +427,7 @@ pub trait Copies {
         stream: RawStream,
         dst: DevicePtr,
         pieces: &[&[u8]],
-    ) -> Result<()> {
-        let mut dst = dst;
-        for piece in pieces {
-            // SAFETY: the caller's promise.
-            unsafe { self.upload(stream, dst, piece) }?;
-            dst += piece.len() as u64;
-        }
-        Ok(())
-    }
+    ) -> Result<()>;
 
     /// `cuMemcpyDtoHAsync` and wait: the bytes are in `dst` when this returns.
     ///

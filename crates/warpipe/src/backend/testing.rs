@@ -473,10 +473,15 @@ impl<H: Hook> super::Copies for Wrapped<H> {
         unsafe { self.inner.zero(stream, dst, bytes) }
     }
 
-    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+    unsafe fn upload_pieces(
+        &self,
+        stream: RawStream,
+        dst: DevicePtr,
+        pieces: &[&[u8]],
+    ) -> Result<()> {
         self.hook.before("upload")?;
         // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.upload(stream, dst, src) }
+        unsafe { self.inner.upload_pieces(stream, dst, pieces) }
     }
 
     unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {

@@ -10,9 +10,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use self::broadcast::Broadcast;
-use self::gather::Gather;
-use self::kernels::Kernels;
+use self::kernels::{Kernels, ResidentKernel};
 use self::legacy::IpcHandleTable;
 use self::memory::allocation;
 use super::context::{Current, Relaxed, enter, make_current};
@@ -43,8 +41,8 @@ pub struct CudaBackend {
     /// Set for the life of the context.
     pub(super) is_under_mps: bool,
     pub(super) kernels: Kernels,
-    pub(super) broadcast: Broadcast,
-    pub(super) gather: Gather,
+    pub(super) broadcast: ResidentKernel,
+    pub(super) gather: ResidentKernel,
     pub(super) staging: Staging,
     /// Bytes of regions and legacy memory that are allocated and not yet released.
     pub(super) held: AtomicU64,
@@ -99,10 +97,6 @@ impl CudaBackend {
             // released now that a new one exists.
             let _ = driver.cuDevicePrimaryCtxRelease_v2(device);
         }
-        let backend = Arc::new_cyclic(|me| CudaBackend {
-            me: me.clone(),
-            ..backend
-        });
         opened.insert(ordinal, backend.clone());
         Ok(backend)
     }
@@ -112,7 +106,7 @@ impl CudaBackend {
         device: CUdevice,
         context: CUcontext,
         info: DeviceInfo,
-    ) -> Result<CudaBackend> {
+    ) -> Result<Arc<CudaBackend>> {
         let _current = enter(driver, context)?;
         let (prop, option) = (allocation(device), MEM_ALLOC_GRANULARITY_MINIMUM);
         // SAFETY: the address is that of a live local.
@@ -120,36 +114,30 @@ impl CudaBackend {
         let is_under_mps = driver
             .cuDeviceGetAttribute(DEVICE_ATTRIBUTE_MPS_ENABLED, device)
             .is_ok_and(|is_enabled| is_enabled != 0);
-        let (broadcast, gather) = (Broadcast::load(driver)?, Gather::load(driver)?);
+        let (broadcast, gather) = (broadcast::load(driver)?, gather::load(driver)?);
         // Once more: the first context may have made the driver register a handler of its own.
         shutdown_gate::close_before_the_driver()?;
-        let (kernels, staging, ipc_handles) = (
-            Kernels::default(),
-            Staging::default(),
-            IpcHandleTable::default(),
-        );
         // SAFETY: retained by the caller.
         let context_id = unsafe { driver.context_id(context) }.ok();
-        let (held, is_reset) = (AtomicU64::new(0), AtomicBool::new(false));
-        Ok(CudaBackend {
+        Ok(Arc::new_cyclic(|me| CudaBackend {
             driver,
             device,
             context,
             context_id,
-            is_reset,
+            is_reset: AtomicBool::new(false),
             opening: waits::next_context(),
             info,
             granularity: granularity.max(1) as u64,
             is_under_mps,
-            kernels,
+            kernels: Kernels::default(),
             broadcast,
             gather,
-            staging,
-            held,
-            ipc_handles,
+            staging: Staging::default(),
+            held: AtomicU64::new(0),
+            ipc_handles: IpcHandleTable::default(),
             stuck: Mutex::default(),
-            me: Weak::new(),
-        })
+            me: me.clone(),
+        }))
     }
 
     /// Makes the device's context current on this thread until the result is dropped, for any call.

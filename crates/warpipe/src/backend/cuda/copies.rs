@@ -91,66 +91,28 @@ impl Copies for CudaBackend {
             .map_err(|fault| self.explain(fault.into()))
     }
 
-    unsafe fn upload(
-        &self,
-        RawStream(stream): RawStream,
-        dst: DevicePtr,
-        src: &[u8],
-    ) -> Result<()> {
-        if src.is_empty() {
-            return Ok(());
-        }
-        let _current = self.enter()?;
-        // SAFETY: the stream is the caller's.
-        unsafe { self.check_not_capturing(stream) }?;
-        if self.goes_as_rows(src.len())
-            && let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)?
-        {
-            // SAFETY: the caller's promise.
-            return unsafe { self.upload_staged(stream, dst, src, lease) };
-        }
-        let mut wait = Wait::new();
-        loop {
-            // SAFETY: the caller's promise.
-            if unsafe { self.driver.stream_query(stream) }? {
-                // SAFETY: the caller's promise.
-                return unsafe { self.upload_at_once(stream, dst, src) };
-            }
-            if let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)? {
-                // SAFETY: the caller's promise.
-                return unsafe { self.upload_staged(stream, dst, src, lease) };
-            }
-            wait.pause(|| {
-                let (bytes, most) = (src.len(), UPLOADS_MAX);
-                format!(
-                    "room for {bytes} more bytes behind blocked streams (release the streams, or upload less: {most} bytes may be under way)"
-                )
-            })?;
-        }
-    }
-
     unsafe fn upload_pieces(
         &self,
         RawStream(stream): RawStream,
-        dst: DevicePtr,
+        mut dst: DevicePtr,
         pieces: &[&[u8]],
     ) -> Result<()> {
         let bytes: usize = pieces.iter().map(|piece| piece.len()).sum();
         if bytes == 0 {
             return Ok(());
         }
-        let current = self.enter()?;
+        let _current = self.enter()?;
         // SAFETY: the stream is the caller's.
         unsafe { self.check_not_capturing(stream) }?;
-        if let Some(lease) = self.staging.lend(self.driver, bytes, Purpose::Upload)? {
+        if (pieces.len() > 1 || self.goes_as_rows(bytes))
+            && let Some(lease) = self.staging.lend(self.driver, bytes, Purpose::Upload)?
+        {
             // SAFETY: the caller's promise.
             return unsafe { self.upload_lease(stream, dst, pieces, bytes, lease) };
         }
-        drop(current);
-        let mut dst = dst;
-        for piece in pieces {
+        for piece in pieces.iter().filter(|piece| !piece.is_empty()) {
             // SAFETY: the caller's promise.
-            unsafe { self.upload(RawStream(stream), dst, piece) }?;
+            unsafe { self.upload_in_turn(stream, dst, piece) }?;
             dst += piece.len() as u64;
         }
         Ok(())
@@ -194,6 +156,34 @@ impl Copies for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Uploads at once on a stream that has no work, else through staging memory when there is room.
+    ///
+    /// # Safety
+    /// As for [`Copies::upload`]; the context is current.
+    unsafe fn upload_in_turn(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
+        let mut wait = Wait::new();
+        loop {
+            // SAFETY: the caller's promise.
+            if unsafe { self.driver.stream_query(stream) }? {
+                // SAFETY: the caller's promise.
+                return unsafe { self.upload_at_once(stream, dst, src) };
+            }
+            if let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)? {
+                if src.len() > SHORT_MAX {
+                    slow_path::count(SlowPath::StagedUpload, src.len() as u64);
+                }
+                // SAFETY: the caller's promise.
+                return unsafe { self.upload_lease(stream, dst, &[src], src.len(), lease) };
+            }
+            wait.pause(|| {
+                let (bytes, most) = (src.len(), UPLOADS_MAX);
+                format!(
+                    "room for {bytes} more bytes behind blocked streams (release the streams, or upload less: {most} bytes may be under way)"
+                )
+            })?;
+        }
+    }
+
     /// Uploads on a stream that has no work.
     ///
     /// # Safety
@@ -218,22 +208,6 @@ impl CudaBackend {
             return unsafe { self.settled(stream, waited) };
         }
         Ok(())
-    }
-
-    /// # Safety
-    /// As for [`Copies::upload`]; the context is current.
-    unsafe fn upload_staged(
-        &self,
-        stream: CUstream,
-        dst: CUdeviceptr,
-        src: &[u8],
-        lease: StagingLease,
-    ) -> Result<()> {
-        if src.len() > SHORT_MAX {
-            slow_path::count(SlowPath::StagedUpload, src.len() as u64);
-        }
-        // SAFETY: the caller's promise.
-        unsafe { self.upload_lease(stream, dst, &[src], src.len(), lease) }
     }
 
     /// Copies `bytes` bytes in all to the lease's memory, and enqueues the copy from there.
@@ -278,10 +252,7 @@ impl CudaBackend {
         }
         // Also behind a failure: the earlier pieces are in progress.
         // SAFETY: the word is never unmapped.
-        let signalled = unsafe {
-            self.driver
-                .stream_write_value(stream, lease.word_ptr, lease.value)
-        };
+        let signalled = unsafe { self.signal_lease(stream, &lease) };
         self.staging.leave(lease);
         Ok(copied.and(signalled)?)
     }
@@ -430,10 +401,7 @@ impl CudaBackend {
                 return Err(fault.into());
             }
             // SAFETY: the word is never unmapped.
-            let signalled = unsafe {
-                self.driver
-                    .stream_write_value(stream, lease.word_ptr, lease.value)
-            };
+            let signalled = unsafe { self.signal_lease(stream, &lease) };
             window.push_back((lease, bytes));
             signalled?;
         }
@@ -461,6 +429,22 @@ impl CudaBackend {
             self.staging.give_back(lease);
         }
         Ok(())
+    }
+
+    /// Has the stream write the lease's word, behind its copies.
+    ///
+    /// # Safety
+    /// The stream is live, the context current.
+    pub(super) unsafe fn signal_lease(
+        &self,
+        stream: CUstream,
+        lease: &StagingLease,
+    ) -> std::result::Result<(), Fault> {
+        // SAFETY: the word is never unmapped; the rest is the caller's promise.
+        unsafe {
+            self.driver
+                .stream_write_value(stream, lease.word_ptr, lease.value)
+        }
     }
 
     /// Waits until the stream is past a lease. The stream is live as long as the copy that it was

@@ -36,8 +36,7 @@ impl Imports for CudaBackend {
     ) -> Result<RawRegion> {
         self.check_pieces(fds, piece, owner)?;
         let _current = self.enter()?;
-        self.check_peer(owner)?;
-        let handles = self.import_handles(fds, piece)?;
+        let handles = self.import_handles(fds, piece, owner)?;
         self.map(&handles, piece, access, owner, CudaBackend::not_a_piece)
     }
 
@@ -51,14 +50,11 @@ impl Imports for CudaBackend {
     ) -> Result<()> {
         let bytes = self.check_pieces(fds, piece, owner)?;
         if bytes != region.bytes {
-            return Err(not_memory(format!(
-                "{bytes} bytes instead of {}",
-                region.bytes
-            )));
+            let found = format!("{bytes} bytes instead of {}", region.bytes);
+            return Err(not_memory(found));
         }
         let _current = self.enter()?;
-        self.check_peer(owner)?;
-        let handles = self.import_handles(fds, piece)?;
+        let handles = self.import_handles(fds, piece, owner)?;
         // SAFETY: the caller's promise.
         if let Err(fault) = unsafe { self.empty(region) } {
             self.release_handles(&handles, piece);
@@ -135,7 +131,9 @@ impl CudaBackend {
         &self,
         fds: &[BorrowedFd<'_>],
         piece: u64,
+        owner: DeviceId,
     ) -> Result<Vec<CUmemGenericAllocationHandle>> {
+        self.check_peer(owner)?;
         let mut handles = Vec::with_capacity(fds.len());
         for &fd in fds {
             // The driver takes the descriptor's number as a pointer, and number 0 as null.

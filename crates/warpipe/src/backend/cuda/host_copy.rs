@@ -78,10 +78,7 @@ impl CudaBackend {
         // Also behind a failure: the earlier copies are in progress. One word for all of them: the
         // copy engine does not stop between two copies.
         // SAFETY: the word is never unmapped.
-        let signalled = unsafe {
-            self.driver
-                .stream_write_value(stream, lease.word_ptr, lease.value)
-        };
+        let signalled = unsafe { self.signal_lease(stream, &lease) };
         if let Err(fault) = enqueued.and(signalled.map_err(Error::from)) {
             // SAFETY: the stream is the caller's.
             let outcome = unsafe { self.settled(stream, Err(fault)) };

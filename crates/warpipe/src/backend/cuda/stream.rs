@@ -71,7 +71,7 @@ pub unsafe fn signal_by(
         // SAFETY: the caller's promise; at most BATCH_MAX.
         SignalBy::Batch => unsafe { backend.enqueue_batch(stream.0, ops) },
         // SAFETY: the caller's promise; these are signals.
-        SignalBy::Kernel => Ok(unsafe { backend.broadcast.launch(backend.driver, stream.0, ops) }?),
+        SignalBy::Kernel => Ok(unsafe { backend.signal_at_once(stream.0, ops) }?),
     }
 }
 
@@ -203,7 +203,7 @@ impl CudaBackend {
             let done = if signals > BROADCAST_ABOVE {
                 let count = signals.min(WORDS_MAX);
                 // SAFETY: the caller's promise; these are signals.
-                unsafe { self.broadcast.launch(self.driver, stream, &rest[..count]) }?;
+                unsafe { self.signal_at_once(stream, &rest[..count]) }?;
                 count
             } else {
                 let count = before_long_run(rest);

@@ -324,13 +324,8 @@ functions! {
     fn cuMemRelease(handle: CUmemGenericAllocationHandle);
     [safe] fn cuMemAddressReserve(size: usize, alignment: usize, hint: CUdeviceptr, flags: u64) -> CUdeviceptr;
     fn cuMemAddressFree(address: CUdeviceptr, size: usize);
-    fn cuMemMap(
-        address: CUdeviceptr,
-        size: usize,
-        offset: usize,
-        handle: CUmemGenericAllocationHandle,
-        flags: u64,
-    );
+    fn cuMemMap(address: CUdeviceptr, size: usize, offset: usize,
+        handle: CUmemGenericAllocationHandle, flags: u64);
     fn cuMemUnmap(address: CUdeviceptr, size: usize);
     fn cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const CUmemAccessDesc, count: usize);
     fn cuMemExportToShareableHandle(handle: CUmemGenericAllocationHandle, kind: c_uint, flags: u64) -> c_int;
@@ -361,40 +356,21 @@ functions! {
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     fn cuStreamWaitValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
     fn cuStreamWriteValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
-    fn cuStreamBatchMemOp_v2(
-        stream: CUstream,
-        count: c_uint,
-        operations: *mut CUstreamBatchMemOpParams,
-        flags: c_uint,
-    );
+    fn cuStreamBatchMemOp_v2(stream: CUstream, count: c_uint,
+        operations: *mut CUstreamBatchMemOpParams, flags: c_uint);
     fn cuLaunchHostFunc(stream: CUstream, function: CUhostFn, argument: *mut c_void);
     [safe] fn cuEventCreate(flags: c_uint) -> CUevent;
     fn cuEventDestroy_v2(event: CUevent);
     fn cuEventRecord(event: CUevent, stream: CUstream);
     fn cuEventQuery(event: CUevent);
-    fn cuModuleLoadDataEx(
-        module: *mut CUmodule,
-        image: *const c_void,
-        count: c_uint,
-        options: *mut c_uint,
-        values: *mut *mut c_void,
-    );
+    fn cuModuleLoadDataEx(module: *mut CUmodule, image: *const c_void, count: c_uint,
+        options: *mut c_uint, values: *mut *mut c_void);
     fn cuModuleGetFunction(module: CUmodule, name: *const c_char) -> CUfunction;
     fn cuFuncLoad(function: CUfunction);
     fn cuFuncGetAttribute(attribute: c_uint, function: CUfunction) -> c_int;
-    fn cuLaunchKernel(
-        function: CUfunction,
-        grid_x: c_uint,
-        grid_y: c_uint,
-        grid_z: c_uint,
-        block_x: c_uint,
-        block_y: c_uint,
-        block_z: c_uint,
-        shared_bytes: c_uint,
-        stream: CUstream,
-        parameters: *mut *mut c_void,
-        extra: *mut *mut c_void,
-    );
+    fn cuLaunchKernel(function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: CUstream,
+        parameters: *mut *mut c_void, extra: *mut *mut c_void);
 }
 
 /// The names of the driver's library, in search order.

@@ -21,7 +21,7 @@ use self::regions::Regions;
 use self::stream::{HostEvent, HostStream, Op};
 use super::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo,
-    PointerKind, RawEvent, RawRegion, RawStream, Retained, Rows, StreamOp, TimelineWord,
+    PointerKind, RawEvent, RawRegion, RawStream, Retained, Rows, StreamOp, Streams, TimelineWord,
 };
 use crate::error::{Error, HandleFault, LimitFault, Result};
 use crate::fork::per_process::InheritedOnFork;
@@ -241,7 +241,7 @@ impl super::Imports for HostBackend {
     }
 }
 
-impl super::Streams for HostBackend {
+impl Streams for HostBackend {
     fn create_stream(&self) -> Result<RawStream> {
         Ok(RawStream(raw(HostStream::start(self.has_short_queues)?)))
     }
@@ -337,18 +337,31 @@ impl super::Copies for HostBackend {
             unsafe { rows.copy() }
         };
         // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
+        unsafe { self.call(raw, Box::new(work)) }
     }
 
     unsafe fn zero(&self, raw: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        let work = move || {
+            // SAFETY: the caller's promise on the range lasts until this has run.
+            unsafe { std::ptr::write_bytes(dst as *mut u8, 0, bytes as usize) }
+        };
         // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw)? }.push(Op::Zero { dst, bytes })
+        unsafe { self.call(raw, Box::new(work)) }
     }
 
-    unsafe fn upload(&self, raw: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        // SAFETY: the caller promises a live stream, and that `dst` is writable for `src.len()`
-        // bytes.
-        unsafe { stream(raw)?.upload(dst, src) }
+    unsafe fn upload_pieces(
+        &self,
+        raw: RawStream,
+        mut dst: DevicePtr,
+        pieces: &[&[u8]],
+    ) -> Result<()> {
+        pieces.iter().try_for_each(|piece| {
+            // SAFETY: the caller promises a live stream, and that all their bytes can be written
+            // behind `dst`.
+            unsafe { stream(raw)?.upload(dst, piece) }?;
+            dst += piece.len() as u64;
+            Ok(())
+        })
     }
 
     unsafe fn download(&self, raw: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
@@ -380,7 +393,7 @@ impl super::Kernels for HostBackend {
             }
         };
         // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
+        unsafe { self.call(raw, Box::new(work)) }
     }
 
     fn preload(&self, _kernel: &Kernel) -> Result<()> {
@@ -408,7 +421,7 @@ impl super::Ipc for HostBackend {
 
     fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
         device_malloc::check_event(handle)?;
-        super::Streams::create_event(self)
+        self.create_event()
     }
 
     fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {

@@ -39,7 +39,6 @@ const PARK_MAX: Duration = Duration::from_millis(100);
 /// One queued operation.
 pub(super) enum Op {
     Call(Box<dyn FnOnce() + Send>),
-    Zero { dst: DevicePtr, bytes: u64 },
     Memory(StreamOp),
     Record(Arc<HostEvent>, u64),
     Await(Arc<HostEvent>, u64),
@@ -326,10 +325,6 @@ unsafe fn execute(op: Op) {
         Op::Call(function) => drop(std::panic::catch_unwind(std::panic::AssertUnwindSafe(
             function,
         ))),
-        // SAFETY: the caller's promise for the range.
-        Op::Zero { dst, bytes } => unsafe {
-            std::ptr::write_bytes(dst as *mut u8, 0, bytes as usize)
-        },
         Op::Memory(op) => {
             // SAFETY: the caller's promise for the word.
             while !unsafe { try_now(op) } {

@@ -1,17 +1,14 @@
 //! Copies between tensors of different layouts, each as one operation of its stream: a driver copy
 //! if the rows are long and fit its three dimensions, else a kernel.
 
-use std::ffi::{CStr, c_void};
-use std::ptr;
+use std::ffi::CStr;
 
-use super::super::sys::Fault;
-use super::super::sys::{
-    CUDA_MEMCPY3D, CUdeviceptr, CUfunction, CUstream, Driver, MEMORYTYPE_UNIFIED,
-};
+use super::super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, Driver, MEMORYTYPE_UNIFIED};
 use super::CudaBackend;
-use super::kernels::load_resident;
+use super::kernels::ResidentKernel;
+use super::memory::size;
 use crate::backend::{Axis, Rows};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernel::module;
 use crate::tensor::RANK_MAX;
 
@@ -57,15 +54,13 @@ impl Work {
             |all, stride| all | stride,
         );
         let width = 1 << all.trailing_zeros();
-        let (mut work, mut units) = (
-            Work {
-                to: rows.to(),
-                from: rows.from(),
-                width,
-                ..Work::default()
-            },
-            1,
-        );
+        let mut work = Work {
+            to: rows.to(),
+            from: rows.from(),
+            units: 1,
+            width,
+            ..Work::default()
+        };
         let row = Axis {
             length: rows.bytes() / width,
             to: width as i64,
@@ -77,53 +72,21 @@ impl Work {
             .chain((row.length > 1 || rows.axes().is_empty()).then_some(&row));
         for (place, &Axis { length, to, from }) in work.axes.iter_mut().zip(axes) {
             *place = [length, to as u64, from as u64];
-            units *= length;
+            work.units *= length;
             work.rank += 1;
         }
-        Work { units, ..work }
+        work
     }
 }
 
-/// The kernel, resident in one context.
-#[derive(Debug)]
-pub(in crate::backend::cuda) struct Gather {
-    function: CUfunction,
-}
-
-impl Gather {
-    /// Loads the kernel and launches it once without work, see [`load_resident`]. The context is
-    /// current.
-    pub fn load(driver: &Driver) -> Result<Gather> {
-        load_resident(driver, PTX, c"warpipe_gather", |function, stream| {
-            // SAFETY: no units, and the stream is live.
-            unsafe {
-                Gather { function }.launch(
-                    driver,
-                    stream,
-                    Work {
-                        width: 1,
-                        ..Work::default()
-                    },
-                )
-            }
-        })
-        .map(|function| Gather { function })
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::copy_rows`].
-    unsafe fn launch(
-        &self,
-        driver: &Driver,
-        stream: CUstream,
-        mut work: Work,
-    ) -> Result<(), Fault> {
-        let blocks = work.units.div_ceil(u64::from(THREADS)).clamp(1, BLOCKS_MAX) as u32;
-        let mut parameters = [ptr::from_mut(&mut work).cast::<c_void>()];
-        // SAFETY: the kernel takes this one structure by value; the caller vouches for what it
-        // names.
-        unsafe { driver.launch(self.function, blocks, THREADS, stream, &mut parameters) }
-    }
+/// Loads the kernel. The context is current.
+pub(super) fn load(driver: &Driver) -> Result<ResidentKernel> {
+    let nothing = Work {
+        width: 1,
+        ..Work::default()
+    };
+    // SAFETY: the kernel of `gather.cu`; without units it copies nothing.
+    unsafe { ResidentKernel::load(driver, PTX, c"warpipe_gather", nothing) }
 }
 
 impl CudaBackend {
@@ -135,22 +98,24 @@ impl CudaBackend {
         rows: &Rows,
     ) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
-        let bytes = || {
-            let wrong = |_| Error::argument("bytes", rows.bytes(), "what an address can count");
-            usize::try_from(rows.bytes()).map_err(wrong)
-        };
         if rows.axes().is_empty() {
+            let bytes = size(rows.bytes())?;
             // SAFETY: the caller's promise.
             unsafe {
                 self.driver
-                    .cuMemcpyAsync(rows.to(), rows.from(), bytes()?, stream)
+                    .cuMemcpyAsync(rows.to(), rows.from(), bytes, stream)
             }?;
         } else if let Some(rows) = boxed(rows) {
             // SAFETY: the caller's promise.
             unsafe { self.driver.cuMemcpy3DAsync_v2(&rows, stream) }?;
         } else {
-            // SAFETY: the caller's promise.
-            unsafe { self.gather.launch(self.driver, stream, Work::of(rows)) }?;
+            let work = Work::of(rows);
+            let blocks = work.units.div_ceil(u64::from(THREADS)).clamp(1, BLOCKS_MAX) as u32;
+            // SAFETY: the caller vouches for what the rows name.
+            unsafe {
+                self.gather
+                    .launch(self.driver, stream, (blocks, THREADS), work)
+            }?;
         }
         Ok(())
     }

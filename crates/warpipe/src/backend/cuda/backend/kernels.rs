@@ -86,23 +86,45 @@ fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> Result<CUfun
     Ok(function)
 }
 
-/// Loads a kernel of this library and launches it once, so that no later launch loads code. The
-/// launch uses its own stream, since the default stream would wait for other work of the program.
-/// The context is current.
-pub(in crate::backend::cuda) fn load_resident(
-    driver: &Driver,
-    ptx: &CStr,
-    name: &CStr,
-    launch: impl FnOnce(CUfunction, CUstream) -> Result<(), Fault>,
-) -> Result<CUfunction> {
-    let module = load_module(driver, ptx)?;
-    let function = load_function(driver, module, name)?;
-    let stream = driver.cuStreamCreate(STREAM_NON_BLOCKING)?;
-    let launched = launch(function, stream);
-    // SAFETY: created above, used for the last time.
-    let destroyed = unsafe { driver.cuStreamDestroy_v2(stream) };
-    launched.and(destroyed)?;
-    Ok(function)
+/// A kernel of this library, with one parameter by value.
+#[derive(Debug)]
+pub(in crate::backend::cuda) struct ResidentKernel(CUfunction);
+
+impl ResidentKernel {
+    /// Loads the kernel and launches it once, so that no later launch loads code. The launch uses
+    /// its own stream, since the default stream would wait for other work of the program. The
+    /// context is current.
+    ///
+    /// # Safety
+    /// The kernel takes such a parameter, and does nothing with `nothing`.
+    pub unsafe fn load<P>(driver: &Driver, ptx: &CStr, name: &CStr, nothing: P) -> Result<Self> {
+        let module = load_module(driver, ptx)?;
+        let kernel = ResidentKernel(load_function(driver, module, name)?);
+        let stream = driver.cuStreamCreate(STREAM_NON_BLOCKING)?;
+        // SAFETY: the caller's promise; the stream is live.
+        let launched = unsafe { kernel.launch(driver, stream, (1, 1), nothing) };
+        // SAFETY: created above, used for the last time.
+        let destroyed = unsafe { driver.cuStreamDestroy_v2(stream) };
+        launched.and(destroyed)?;
+        Ok(kernel)
+    }
+
+    /// Launches it over so many blocks of so many threads.
+    ///
+    /// # Safety
+    /// The kernel takes such a parameter; what that names is valid until the kernel is done; the
+    /// stream is live.
+    pub unsafe fn launch<P>(
+        &self,
+        driver: &Driver,
+        stream: CUstream,
+        (blocks, threads): (u32, u32),
+        mut parameter: P,
+    ) -> Result<(), Fault> {
+        let mut parameters = [ptr::from_mut(&mut parameter).cast::<c_void>()];
+        // SAFETY: the caller's promise.
+        unsafe { driver.launch(self.0, blocks, threads, stream, &mut parameters) }
+    }
 }
 
 impl crate::backend::Kernels for CudaBackend {

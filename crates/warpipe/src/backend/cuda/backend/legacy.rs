@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use super::super::sys::Fault;
 use super::super::sys::*;
 use super::CudaBackend;
+use super::memory::size;
 use crate::backend::pointer::{IpcEventCount, kind_outside};
 use crate::backend::{
     DeviceId, DeviceKind, IPC_EVENTS_MAX, Ipc, IpcBytes, PointerInfo, PointerKind, RawEvent,
@@ -80,12 +81,8 @@ impl Ipc for CudaBackend {
 
     fn allocate_plain(&self, bytes: u64) -> Result<CUdeviceptr> {
         let _current = self.enter()?;
-        let size = usize::try_from(bytes)
-            .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
-        let base = self
-            .driver
-            .cuMemAlloc_v2(size)
-            .map_err(|fault| self.no_room(fault, bytes))?;
+        let allocated = self.driver.cuMemAlloc_v2(size(bytes)?);
+        let base = allocated.map_err(|fault| self.no_room(fault, bytes))?;
         self.ipc_handles.allocated.locked().insert(base, bytes);
         self.held.fetch_add(bytes, Ordering::Relaxed);
         Ok(base)
@@ -265,8 +262,8 @@ impl CudaBackend {
         if !fault.is(&REFUSED) {
             return fault.into();
         }
-        match self.sees(owner) {
-            Ok(false) => {
+        match self.visible(owner) {
+            Ok(None) => {
                 let text = format!(
                     "no device {owner}; there are other GPUs alone: the owner of this memory is hidden from this process (CUDA_VISIBLE_DEVICES)"
                 );
@@ -276,14 +273,18 @@ impl CudaBackend {
         }
     }
 
-    /// Whether this process may use the device.
-    fn sees(&self, device: DeviceId) -> Result<bool, Fault> {
+    /// The device, if this process may use it.
+    pub(in crate::backend::cuda) fn visible(
+        &self,
+        id: DeviceId,
+    ) -> Result<Option<CUdevice>, Fault> {
         for ordinal in 0..self.driver.cuDeviceGetCount()? {
-            if self.driver.device_uuid(self.driver.cuDeviceGet(ordinal)?)? == device.uuid {
-                return Ok(true);
+            let device = self.driver.cuDeviceGet(ordinal)?;
+            if self.driver.device_uuid(device)? == id.uuid {
+                return Ok(Some(device));
             }
         }
-        Ok(false)
+        Ok(None)
     }
 }
 

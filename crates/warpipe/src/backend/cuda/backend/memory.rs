@@ -288,13 +288,10 @@ impl CudaBackend {
         if owner == self.info.id {
             return Ok(());
         }
-        for ordinal in 0..self.driver.cuDeviceGetCount()? {
-            let peer = self.driver.cuDeviceGet(ordinal)?;
-            if self.driver.device_uuid(peer)? == owner.uuid
-                && self.driver.cuDeviceCanAccessPeer(self.device, peer)? == 0
-            {
-                return Err(self.peer_error(owner, "cuDeviceCanAccessPeer says no".into()));
-            }
+        if let Some(peer) = self.visible(owner)?
+            && self.driver.cuDeviceCanAccessPeer(self.device, peer)? == 0
+        {
+            return Err(self.peer_error(owner, "cuDeviceCanAccessPeer says no".into()));
         }
         Ok(())
     }
