@@ -25,11 +25,30 @@ const STRAIGHT: f64 = 1.1;
 /// So many numbers of 32 bits has each tensor.
 const ELEMENTS: u64 = 128;
 
+/// Names of one process: more of them need more descriptors than a process has as a rule.
+const NAMES_EACH: usize = 1_000;
+
 /// The parameters of a process that has weights open.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Terms {
+pub struct EngineTerms {
     place: BenchDomain,
     name: String,
+}
+
+/// The parameters of a process that has some of the names.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct NamesTerms {
+    place: BenchDomain,
+    first: usize,
+    count: usize,
+}
+
+/// What such a process says: what its names took.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct Made {
+    us: f64,
+    resident_kib: f64,
+    descriptors: f64,
 }
 
 /// What a process says once it has the first version open.
@@ -68,22 +87,30 @@ impl Table {
     }
 }
 
-pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
+/// The counts, the first of which is the floor.
+fn each_of(
+    setup: &Setup,
+    (quick, full): (&[usize], &[usize]),
+    measure: fn(&Setup, usize, &mut Table) -> anyhow::Result<()>,
+) -> anyhow::Result<Vec<Figure>> {
     let mut table = Table { made: Vec::new() };
-    let counts = |quick: &[usize], full: &[usize]| match setup.quick {
-        true => quick.to_vec(),
-        false => full.to_vec(),
-    };
-    for count in counts(&[100, 1_000], &[22_274, 222_747, 494_592]) {
-        tensors(setup, count, &mut table).with_context(|| format!("{count} tensors"))?;
-    }
-    for count in counts(&[10, 50], &[100, 1_000, 10_000]) {
-        names(setup, count, &mut table).with_context(|| format!("{count} names"))?;
-    }
-    for count in counts(&[1, 3], &[1, 8, 64]) {
-        engines(setup, count, &mut table).with_context(|| format!("{count} engines"))?;
+    for &count in if setup.quick { quick } else { full } {
+        measure(setup, count, &mut table).with_context(|| format!("{count}"))?;
     }
     Ok(table.made)
+}
+
+pub fn of_tensors(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
+    let counts: (&[usize], &[usize]) = (&[100, 1_000], &[22_274, 222_747, 494_592]);
+    each_of(setup, counts, tensors)
+}
+
+pub fn of_names(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
+    each_of(setup, (&[10, 50], &[100, 1_000, 10_000]), names)
+}
+
+pub fn of_engines(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
+    each_of(setup, (&[1, 3], &[1, 8, 64]), engines)
 }
 
 /// One version of many tensors: published here, opened by another process.
@@ -103,7 +130,7 @@ fn tensors(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()>
     let (mut publish, mut open, mut memory) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..setup.rounds().min(3) {
         let start = Instant::now();
-        let tensors = names.iter().map(|name| (name.as_str(), layout.clone()));
+        let tensors = names.iter().map(|name| (name.as_str(), layout));
         let weights = Weights::builder(&setup.device, tensors)?.finish()?;
         let published = weights.publish(&setup.domain, &name, PATIENCE)?;
         publish.push(each(start.elapsed()));
@@ -130,7 +157,7 @@ fn tensors(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()>
 
 /// Starts a process that opens weights, and waits until it has.
 fn engine(setup: &Setup, name: &str) -> anyhow::Result<(PeerProcess, Opened)> {
-    let peer = PeerProcess::start(&Role::Growth(Terms {
+    let peer = PeerProcess::start(&Role::GrowthEngine(EngineTerms {
         place: setup.place(),
         name: name.to_owned(),
     }))?;
@@ -138,36 +165,90 @@ fn engine(setup: &Setup, name: &str) -> anyhow::Result<(PeerProcess, Opened)> {
     Ok((peer, opened))
 }
 
-/// Many publishers in a domain: making one, opening one, and listing all.
+/// Many publishers in a domain, up to a thousand in a process: making one, opening one, and listing
+/// all.
 fn names(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()> {
-    allow_descriptors(count)?;
-    let (before, start) = (footprint()?, Instant::now());
-    let publishers = (0..count)
-        .map(|number| {
-            let options = PublisherOptions::at(&setup.domain, &setup.device);
-            Publisher::new(&format!("growth/name-{number}"), options)
+    let starts = (0..count).step_by(NAMES_EACH);
+    let owners = starts
+        .map(|first| {
+            let (place, count) = (setup.place(), NAMES_EACH.min(count - first));
+            let peer = PeerProcess::start(&Role::GrowthNames(NamesTerms {
+                place,
+                first,
+                count,
+            }))?;
+            let made: Made = peer.control.hear()?;
+            Ok((peer, made))
         })
-        .collect::<warpipe::Result<Vec<_>>>()?;
-    let make = start.elapsed().as_secs_f64() * 1e6 / count as f64;
-    let memory = (footprint()?.0 - before.0) / count as f64;
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let of = |field: fn(&Made) -> f64| -> Vec<f64> {
+        let last: Vec<f64> = owners.iter().map(|(_, made)| field(made)).collect();
+        // Those that came last had all others beside them.
+        last[last.len() / 2..].to_vec()
+    };
     let (mut open, mut list) = (Vec::new(), Vec::new());
-    for round in 0..setup.rounds() {
-        let number = (count - 1) * round / setup.rounds();
+    for round in 0..=setup.rounds() {
+        let number = (count - 1) * round / (setup.rounds() + 1);
         let options = SubscriberOptions::at(&setup.domain, &setup.device);
         let start = Instant::now();
-        let subscriber = Subscriber::new(&format!("growth/name-{number}"), options)?;
-        open.push(start.elapsed().as_secs_f64() * 1e6);
+        let subscriber = Subscriber::new(&name_of(number), options)?;
+        let opened = start.elapsed().as_secs_f64() * 1e6;
         drop(subscriber);
         let start = Instant::now();
         let found = setup.domain.endpoints()?.len();
-        list.push(start.elapsed().as_secs_f64() * 1e6 / count as f64);
+        let listed = start.elapsed().as_secs_f64() * 1e6 / count as f64;
         ensure!(found >= count, "{found} names are listed");
+        // The first round warms the caches.
+        if round > 0 {
+            open.push(opened);
+            list.push(listed);
+        }
     }
-    drop(publishers);
-    table.add("making a name", "us", count, "names", &[make]);
-    table.add("memory of a name", "KiB", count, "names", &[memory]);
+    table.add("making a name", "us", count, "names", &of(|made| made.us));
+    table.add(
+        "memory of a name",
+        "KiB",
+        count,
+        "names",
+        &of(|made| made.resident_kib),
+    );
+    table.add(
+        "descriptors of a name",
+        "descriptors",
+        count,
+        "names",
+        &of(|made| made.descriptors),
+    );
     table.add("opening a name", "us", count, "names in the domain", &open);
     table.add("listing a name", "us", count, "names in the domain", &list);
+    for (owner, _) in owners {
+        owner.control.send(&())?;
+        owner.end()?;
+    }
+    Ok(())
+}
+
+fn name_of(number: usize) -> String {
+    format!("growth/name-{number}")
+}
+
+/// The part of a process that has names.
+pub fn own(terms: &NamesTerms, control: &Control) -> anyhow::Result<()> {
+    allow_descriptors(terms.count)?;
+    let (device, domain) = terms.place.open()?;
+    let (before, start) = (footprint()?, Instant::now());
+    let publishers = (terms.first..terms.first + terms.count)
+        .map(|number| Publisher::new(&name_of(number), PublisherOptions::at(&domain, &device)))
+        .collect::<warpipe::Result<Vec<_>>>()?;
+    let (took, after) = (start.elapsed(), footprint()?);
+    let each = |sum: f64| sum / terms.count as f64;
+    control.send(&Made {
+        us: each(took.as_secs_f64() * 1e6),
+        resident_kib: each(after.0 - before.0),
+        descriptors: each(after.1 as f64 - before.1 as f64),
+    })?;
+    control.hear::<()>()?;
+    drop(publishers);
     Ok(())
 }
 
@@ -177,7 +258,7 @@ fn engines(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()>
     let keeper = Keeper::new(&name, KeeperOptions::at(&setup.domain))?;
     let layout = Layout::contiguous(DType::F32, &[ELEMENTS])?;
     let publish = || -> anyhow::Result<_> {
-        let builder = Weights::builder(&setup.device, [("weight", layout.clone())])?;
+        let builder = Weights::builder(&setup.device, [("weight", layout)])?;
         Ok(builder.finish()?.publish(&setup.domain, &name, PATIENCE)?)
     };
     let mut published = publish()?;
@@ -217,7 +298,7 @@ fn engines(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()>
 }
 
 /// The part of a process that has weights open.
-pub fn follow(terms: &Terms, control: &Control) -> anyhow::Result<()> {
+pub fn follow(terms: &EngineTerms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let stream = device.stream()?;
     let (before, start) = (footprint()?, Instant::now());

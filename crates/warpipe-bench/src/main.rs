@@ -126,7 +126,7 @@ enum What {
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 20] = [
+const BENCHMARKS: [(What, Benchmark); 22] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -146,7 +146,9 @@ const BENCHMARKS: [(What, Benchmark); 20] = [
     (What::C, c_interface::run),
     (What::Placement, placement::run),
     (What::Statistics, statistics::run),
-    (What::Growth, growth::run),
+    (What::Growth, growth::of_tensors),
+    (What::Growth, growth::of_names),
+    (What::Growth, growth::of_engines),
 ];
 
 /// The role of a child process of a benchmark.
@@ -168,7 +170,8 @@ enum Role {
     KernelRing(kernel_ring::Terms),
     KernelRingSteps(kernel_ring::Terms),
     Statistics(statistics::Terms),
-    Growth(growth::Terms),
+    GrowthEngine(growth::EngineTerms),
+    GrowthNames(growth::NamesTerms),
 }
 
 /// Measures, prints and writes. A benchmark that could not be run is an error at the end, once the
@@ -230,6 +233,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::KernelRingSteps(terms) => kernel_ring::answer_replays(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
         Role::Statistics(terms) => statistics::measure(&terms, &control),
-        Role::Growth(terms) => growth::follow(&terms, &control),
+        Role::GrowthEngine(terms) => growth::follow(&terms, &control),
+        Role::GrowthNames(terms) => growth::own(&terms, &control),
     }
 }
