@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::Context;
 use serde_json::{Value, json};
 use warpipe::clock;
 
@@ -96,9 +96,7 @@ fn subscriber_death(stage: &mut Stage) -> anyhow::Result<Value> {
         false => ("while it holds samples", "hold"),
     };
     heading(stage, &format!("3  death of a subscriber: SIGKILL {when}"))?;
-    let Some(victim) = stage.subscribers.pop() else {
-        bail!("there is no subscriber");
-    };
+    let victim = stage.subscribers.pop().context("no subscriber")?;
     let (role, pid) = (stage.role(victim), stage.pid(victim));
     stage.order(victim, order);
     stage.wait(victim, "holds")?;

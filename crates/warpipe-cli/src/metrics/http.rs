@@ -78,7 +78,7 @@ fn accept(listener: &TcpListener, clients: &mut Vec<Client>) -> io::Result<()> {
                 clients.extend(Client::new(stream));
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-            Err(error) if lacks_descriptors(&error) => {
+            Err(error) if is_one_of(&error, SHORT) => {
                 let before = clients.len();
                 clients.retain(|client| !matches!(client.state, State::Asking(_)));
                 if clients.len() == before {
@@ -87,7 +87,7 @@ fn accept(listener: &TcpListener, clients: &mut Vec<Client>) -> io::Result<()> {
                 }
                 return Ok(());
             }
-            Err(error) if is_of_the_listener(&error) => return Err(error),
+            Err(error) if is_one_of(&error, OF_THE_LISTENER) => return Err(error),
             // Of a connection that has ended meanwhile.
             Err(_) => {}
         }
@@ -95,16 +95,15 @@ fn accept(listener: &TcpListener, clients: &mut Vec<Client>) -> io::Result<()> {
     Ok(())
 }
 
-fn lacks_descriptors(error: &io::Error) -> bool {
-    let short = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
-    Errno::from_io_error(error).is_some_and(|errno| short.contains(&errno))
-}
+/// There is no room for one more connection now.
+const SHORT: &[Errno] = &[Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
 
-/// Whether no further connection could be accepted either. `accept` also reports the faults of a
-/// connection and of the network below it.
-fn is_of_the_listener(error: &io::Error) -> bool {
-    let unusable = [Errno::BADF, Errno::INVAL, Errno::NOTSOCK];
-    Errno::from_io_error(error).is_some_and(|errno| unusable.contains(&errno))
+/// No further connection could be accepted either. `accept` also reports the faults of a connection
+/// and of the network below it.
+const OF_THE_LISTENER: &[Errno] = &[Errno::BADF, Errno::INVAL, Errno::NOTSOCK];
+
+fn is_one_of(error: &io::Error, faults: &[Errno]) -> bool {
+    Errno::from_io_error(error).is_some_and(|errno| faults.contains(&errno))
 }
 
 /// One connection.

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use warpipe::weights::{NamedWeights, SharedWeights, Source, Weights};
-use warpipe::{Domain, Error, OpenOptions, WeightsFault};
+use warpipe::weights::{NamedWeights, Source, Weights};
+use warpipe::{Domain, Error, OpenOptions};
 
 use crate::args::WeightsServeArgs;
 use crate::device_arg::DeviceArg;
@@ -192,12 +192,10 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
         return Ok(ChildLine::NotTaken(NotTaken { version, reason }));
     }
     let start = Instant::now();
-    let (version, reason) = match SharedWeights::verify(
-        &args.name,
-        OpenOptions::at(&domain, &device),
-        HASHES_TIMEOUT,
-    ) {
-        Ok(version) => {
+    let options = OpenOptions::at(&domain, &device);
+    let (version, damaged) = super::compare(&args.name, options, HASHES_TIMEOUT)?;
+    let reason = match damaged {
+        Some(tensors) if tensors.is_empty() => {
             return Ok(ChildLine::Offered(OfferedVersion {
                 version,
                 tensors: candidate.tensors,
@@ -207,13 +205,8 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
                 read_seconds: start.elapsed().as_secs_f64(),
             }));
         }
-        Err(Error::Weights(WeightsFault::Unverified {
-            version, tensors, ..
-        })) if tensors.is_empty() => (version, Refusal::Unhashed),
-        Err(Error::Weights(WeightsFault::Unverified {
-            version, tensors, ..
-        })) => (version, Refusal::Damaged { tensors }),
-        Err(error) => return Err(error.into()),
+        Some(tensors) => Refusal::Damaged { tensors },
+        None => Refusal::Unhashed,
     };
     Ok(ChildLine::NotTaken(NotTaken { version, reason }))
 }

@@ -7,7 +7,10 @@ mod progress;
 mod serve;
 mod verify;
 
-use warpipe::{Domain, Error, Kind};
+use std::time::Duration;
+
+use warpipe::weights::SharedWeights;
+use warpipe::{Domain, Error, Kind, OpenOptions, WeightsFault};
 
 use crate::args::{DomainArg, WeightsArgs, WeightsCommand};
 use crate::exit::Exit;
@@ -39,6 +42,22 @@ fn domain_of(chosen: &DomainArg, name: &str) -> warpipe::Result<Domain> {
         domain: path,
         was_there: false,
     })
+}
+
+/// Compares the content hashes of a version, which may take a while to be there. Its number, and
+/// the names of the tensors that differ; none where there are no hashes.
+fn compare(
+    name: &str,
+    options: OpenOptions,
+    hashes_timeout: Duration,
+) -> warpipe::Result<(u64, Option<Vec<String>>)> {
+    match SharedWeights::verify(name, options, hashes_timeout) {
+        Ok(version) => Ok((version, Some(Vec::new()))),
+        Err(Error::Weights(WeightsFault::Unverified {
+            version, tensors, ..
+        })) => Ok((version, (!tensors.is_empty()).then_some(tensors))),
+        Err(error) => Err(error),
+    }
 }
 
 /// The names of tensors that differ from their hashes, a line each.

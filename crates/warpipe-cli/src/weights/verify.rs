@@ -1,11 +1,10 @@
 //! `warpipe weights verify`.
 
-use std::time::Duration;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
-use warpipe::weights::{NamedWeights, SharedWeights};
-use warpipe::{Error, OpenOptions, WeightsFault};
+use warpipe::OpenOptions;
+use warpipe::weights::NamedWeights;
 
 use super::{counted, names};
 use crate::args::WeightsVerifyArgs;
@@ -26,17 +25,9 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
         device,
     };
     let start = Instant::now();
-    let verified = SharedWeights::verify(&args.name, options, Duration::ZERO);
-    let (version, damaged, hashed) = match verified {
-        Ok(version) => (version, Vec::new(), true),
-        Err(Error::Weights(WeightsFault::Unverified {
-            version, tensors, ..
-        })) => {
-            let hashed = !tensors.is_empty();
-            (version, tensors, hashed)
-        }
-        Err(error) => return Err(error.into()),
-    };
+    let (version, damaged) = super::compare(&args.name, options, Duration::ZERO)?;
+    let hashed = damaged.is_some();
+    let damaged = damaged.unwrap_or_default();
     let taken = start.elapsed();
     // The version may have been replaced since it was looked up.
     let found = found.as_ref().filter(|found| found.number == version);
