@@ -49,13 +49,13 @@ struct Held {
 
 impl Held {
     fn push(&mut self, sample: Sample) {
-        self.bytes += sample.layout().bytes();
+        self.bytes = self.bytes.saturating_add(bytes_of(&sample));
         self.samples.push_back(sample);
     }
 
     fn pop(&mut self) -> Option<Sample> {
         let sample = self.samples.pop_front()?;
-        self.bytes -= sample.layout().bytes();
+        self.bytes = self.bytes.saturating_sub(bytes_of(&sample));
         Some(sample)
     }
 
@@ -400,6 +400,14 @@ fn is_small(sample: &Sample) -> bool {
         && sample.parts().is_empty()
 }
 
+/// The bytes that a sample keeps from its publisher: of several tensors those in the slot, and those
+/// in place.
+fn bytes_of(sample: &Sample) -> u64 {
+    let in_place = sample.parts().iter().filter(|part| part.is_in_place());
+    let bytes = in_place.map(|part| part.layout().bytes());
+    bytes.fold(sample.layout().bytes(), u64::saturating_add)
+}
+
 /// The layout of the bytes that go over the link: of several tensors as they lie in a slot.
 fn layout_of(sample: &Sample) -> warpipe::Result<Layout> {
     if sample.parts().is_empty() {
@@ -466,5 +474,36 @@ impl AsRef<[u8]> for SlotBytes {
         // when the sample has been released. One that breaks this garbles its own bytes: they are
         // copied, and nothing else depends on them.
         unsafe { std::slice::from_raw_parts(start, bytes as usize) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warpipe::{Device, Domain, Memory, PublishOptions, Publisher, PublisherOptions};
+
+    use super::*;
+
+    #[test]
+    fn what_is_held_counts_the_bytes_of_parts_in_place() {
+        let folder = tempfile::tempdir().unwrap();
+        let domain = Domain::at(folder.path().join("domain")).unwrap();
+        let device = Device::host();
+        let stream = device.stream().unwrap();
+        let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device)).unwrap();
+        let subscriber = SubscriberOptions::at(&domain, &device);
+        let mut subscriber = Subscriber::new("a", subscriber).unwrap();
+        let memory = Memory::allocate(&device, 8192).unwrap();
+        let memory = memory
+            .publish("memory", PublishOptions::at(&domain))
+            .unwrap();
+        let [few, many] = [100, 8192].map(|bytes| Layout::bytes_only(bytes).unwrap());
+        let mut loan = publisher.loan_parts(&[("copied", few)]).unwrap();
+        loan.add_part_in("in place", &memory, 0, &many, ()).unwrap();
+        loan.send(&stream).unwrap();
+        let mut held = Held::default();
+        held.push(subscriber.receive(&stream, READY_TIMEOUT).unwrap());
+        assert_eq!(held.bytes, 100 + 8192);
+        assert!(held.pop().is_some());
+        assert_eq!(held.bytes, 0);
     }
 }

@@ -192,6 +192,20 @@ impl Peer {
 }
 
 impl Peer {
+    /// Sends a sample of 8 bytes that claims to have these parts.
+    fn parts(&self, lane: Id, parts: &[(&str, u64)]) {
+        let layout = Layout::contiguous(DType::U8, &[8]).unwrap();
+        let tensor = Tensor::new(Tag::Sample { sequence: 1 }, &layout, b"");
+        let part = Part {
+            lane,
+            number: 1,
+            offset: 0,
+            tensor: Some(tensor.claiming_several(parts)),
+            more: Vec::new(),
+        };
+        self.send_with(Message::Part(part), 8);
+    }
+
     /// Sends several samples, by their numbers and bytes, in one part.
     fn several(&self, lane: Id, number: u64, samples: &[(u64, u64)], payload: Vec<u8>) {
         let mut tensors = samples.iter().map(|&(sequence, bytes)| {
@@ -298,7 +312,7 @@ fn a_lane_that_breaks_the_protocol_ends_with_its_reason_and_the_lane_of_another_
         };
         honest.wait(granted);
     };
-    let attacks: [(&str, Attack); 7] = [
+    let attacks: [(&str, Attack); 9] = [
         ("came behind part 0", |peer, lane| {
             peer.sample(lane, 2, 1, 8, 8)
         }),
@@ -324,6 +338,12 @@ fn a_lane_that_breaks_the_protocol_ends_with_its_reason_and_the_lane_of_another_
         }),
         ("another number of bytes", |peer, lane| {
             peer.several(lane, 1, &[(1, 1 << 40), (2, 8)], vec![0; 16])
+        }),
+        ("do not fill 8 bytes", |peer, lane| {
+            peer.parts(lane, &[("a", 1 << 40)])
+        }),
+        ("do not fill 8 bytes", |peer, lane| {
+            peer.parts(lane, &[("a", i64::MAX as u64), ("b", i64::MAX as u64)])
         }),
     ];
     for (number, (expected, attack)) in attacks.into_iter().enumerate() {

@@ -338,16 +338,13 @@ impl Published {
             LaneCounts::add(&lane.counts.repeated, 1);
             None
         } else {
-            let several = match tensor.several() {
+            // Before memory is taken for them.
+            let several = match tensor.several(&layout) {
                 Ok(several) => several,
                 Err(reason) => return Ok(Err(Ending::Fault(reason))),
             };
             match self.loan(lane, &layout, &several) {
-                Ok(Some(slot)) if *slot.layout() == layout => Some(slot),
-                Ok(Some(_)) => {
-                    let reason = format!("several tensors do not fill {bytes} bytes");
-                    return Ok(Err(Ending::Fault(reason)));
-                }
+                Ok(Some(slot)) => Some(slot),
                 Ok(None) => return Ok(Err(Ending::Cut)),
                 Err(Local::Argument { found, allowed, .. }) if !several.is_empty() => {
                     let reason = format!("several tensors: {found}; allowed: {allowed}");

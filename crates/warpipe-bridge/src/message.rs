@@ -204,10 +204,31 @@ impl Tensor {
         self
     }
 
-    /// The tensors in its bytes, their layouts checked.
-    pub(crate) fn several(&self) -> Result<Vec<(&str, Layout)>, String> {
+    /// The tensors in its bytes, which have this layout. Theirs are checked, and fill it.
+    pub(crate) fn several(&self, whole: &Layout) -> Result<Vec<(&str, Layout)>, String> {
         let several = self.several.iter();
-        several.map(|it| Ok((&*it.0, it.1.layout()?))).collect()
+        let several = several.map(|it| Ok((&*it.0, it.1.layout()?)));
+        let several: Vec<(&str, Layout)> = several.collect::<Result<_, String>>()?;
+        let filled = warpipe::lay_out_parts(several.iter().map(|(_, layout)| layout))
+            .and_then(|(_, bytes)| Layout::bytes_only(bytes));
+        match filled {
+            Ok(filled) if several.is_empty() || filled == *whole => Ok(several),
+            _ => Err(format!(
+                "several tensors do not fill {} bytes",
+                whole.bytes()
+            )),
+        }
+    }
+
+    /// Says that its bytes are these tensors', whether they fill them or not.
+    #[cfg(test)]
+    pub(crate) fn claiming_several(mut self, parts: &[(&str, u64)]) -> Tensor {
+        let claimed = |&(name, bytes): &(&str, u64)| {
+            let layout = Layout::bytes_only(bytes).unwrap();
+            (name.to_owned(), Shape::new(&layout))
+        };
+        self.several = parts.iter().map(claimed).collect();
+        self
     }
 
     /// One with the layout of the tensor before it in the same part.

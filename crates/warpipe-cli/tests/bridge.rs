@@ -4,6 +4,8 @@
 mod batches;
 #[path = "bridge/links.rs"]
 mod links;
+#[path = "bridge/parts.rs"]
+mod parts;
 #[path = "bridge/queues.rs"]
 mod queues;
 mod support;

@@ -8,7 +8,7 @@ use warpipe::{
 use super::support::{Running, device};
 use super::{LONG, Pair};
 
-fn open() -> Device {
+pub(super) fn open() -> Device {
     match device().as_str() {
         "host" => Device::host(),
         _ => Device::cuda(0).unwrap(),
@@ -16,13 +16,13 @@ fn open() -> Device {
 }
 
 impl Pair {
-    /// Both bridges, on the device.
-    fn bridges_on(&self, device: &str) -> (Running, Running) {
+    /// Both bridges, on the device, with these options, too.
+    pub(super) fn bridges_on(&self, device: &str, more: &[&str]) -> (Running, Running) {
         let with = |arguments: Vec<&str>| -> Vec<String> {
             let named = |it: &str| if it == "host" { device } else { it }.to_owned();
             arguments.into_iter().map(named).collect()
         };
-        let (exporting, importing) = (with(self.exporting(&[])), with(self.importing(&[])));
+        let (exporting, importing) = (with(self.exporting(more)), with(self.importing(more)));
         let start = |world: &super::World, arguments: &[String]| {
             let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
             world.start(&arguments)
@@ -90,7 +90,7 @@ fn samples_of_many_layouts_that_go_together_arrive_each_with_its_own() {
         ..PublisherOptions::at(&near, &device)
     };
     let publisher = Publisher::new("camera/front", options).unwrap();
-    let _bridges = pair.bridges_on(&super::support::device());
+    let _bridges = pair.bridges_on(&super::support::device(), &[]);
     let mut subscriber =
         Subscriber::wait_for("camera/front", SubscriberOptions::at(&far, &device), LONG).unwrap();
     let layouts = layouts();
