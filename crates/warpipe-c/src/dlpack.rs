@@ -299,6 +299,8 @@ impl Borrowed {
             return Ok(());
         }
         if !self.check_place(stream)? {
+            // Before the copy, of which the driver may take a part alone.
+            loan.stay_behind(stream);
             // SAFETY: the slot is the loan's alone and as long as its layout; the caller promises
             // the tensor.
             unsafe {
@@ -480,15 +482,10 @@ unsafe fn send<M: Managed>(
         tensor.check_place(stream)?;
         let mut loan = LoanKind::Sample(publisher.loan(&tensor.packed)?);
         // SAFETY: the caller's promise.
-        let copied = unsafe { tensor.copy_into(&mut loan, stream) };
+        unsafe { tensor.copy_into(&mut loan, stream) }?;
         let LoanKind::Sample(sample) = loan else {
             unreachable!("made above")
         };
-        if let Err(failure) = copied {
-            // Behind the stream, which may have been given a part of the copy.
-            let _ = sample.discard(stream);
-            return Err(failure);
-        }
         let sent = sample.send(stream).map_err(|unsent| unsent.error)?;
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(sequence, sent) };

@@ -65,6 +65,14 @@ impl LoanKind {
             LoanKind::Job(loan) => Ok(loan.write(stream, data)?),
         }
     }
+
+    /// Notes that work on the stream may fill it: it goes back behind that.
+    pub(crate) fn stay_behind(&mut self, stream: &Stream) {
+        match self {
+            LoanKind::Sample(sample) => sample.stay_behind(stream),
+            LoanKind::Job(loan) => loan.stay_behind(stream),
+        }
+    }
 }
 
 /// Lends memory of an object's device to C, for a tensor of the caller's layout.

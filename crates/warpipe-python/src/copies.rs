@@ -38,6 +38,9 @@ pub trait Target: Send {
     fn is_private(&self) -> bool;
     /// Enqueues a copy of `bytes` host bytes.
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()>;
+    /// Told before a copy is enqueued on the stream: a target that goes back goes behind it, also if
+    /// a call after the copy fails.
+    fn stay_behind(&mut self, stream: &warpipe::Stream);
 }
 
 /// A foreign tensor that a stream still copies.
@@ -155,6 +158,7 @@ impl Copies {
             let mut keep = Some(keep);
             py.detach(|| {
                 refuse_capture(&target)?;
+                into.stay_behind(&target);
                 copy(&target, to, bytes, &from, meets)?;
                 self.keep(&target, &mut keep)
             })?;

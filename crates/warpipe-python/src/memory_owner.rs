@@ -384,6 +384,9 @@ impl Target for Range<'_> {
                 .upload(stream.raw(), self.lowest, bytes)
         }?)
     }
+
+    /// It does not go back: see [`Range::new`].
+    fn stay_behind(&mut self, _: &warpipe::Stream) {}
 }
 
 /// A copy on the host of memory that has no writer any more.

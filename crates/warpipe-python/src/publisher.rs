@@ -164,22 +164,14 @@ impl Publisher {
         let layouts = sources.iter().map(|(name, source)| (*name, source.layout));
         let mut slot = self.take(py, &layouts.collect::<Vec<_>>(), several)?;
         slot.set_metadata(metadata)?;
-        let mut streams = Vec::new();
+        // The slot stays behind the copies on each stream, whatever fails.
+        let mut last = (*self.stream).clone();
         for (name, source) in sources {
             let (copies, own) = (&self.copies, &self.stream);
             let mut target = slot.target(several.then_some(name))?;
-            match copies.fill(py, &mut target, source, own, self.block) {
-                Ok(filled_on) => streams.push(filled_on),
-                Err(error) => {
-                    // Behind the copies of the parts before it.
-                    let behind = py.detach(|| behind_all(streams, own))?;
-                    let _ = py.detach(|| slot.discard(&behind));
-                    return Err(error);
-                }
-            }
+            last = copies.fill(py, &mut target, source, own, self.block)?;
         }
-        let behind = py.detach(|| behind_all(streams, &self.stream))?;
-        dispatch(py, slot, &behind, self.patience)
+        dispatch(py, slot, &last, self.patience)
     }
 
     /// Sends tensors where they lie, if all of them can be.

@@ -117,4 +117,11 @@ impl Target for SlotTarget<'_> {
             (Slot::Work(loan), _) => loan.write(stream, bytes),
         }?)
     }
+
+    fn stay_behind(&mut self, stream: &Stream) {
+        match &mut *self.slot {
+            Slot::Sample(sample) => sample.stay_behind(stream),
+            Slot::Work(loan) => loan.stay_behind(stream),
+        }
+    }
 }

@@ -1,9 +1,11 @@
 """Several tensors in one message: sent as a mapping, filled in place, received as one."""
 
+import ctypes
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from conftest import until
 from test_in_place import Tensor
 
 import warpipe
@@ -145,3 +147,46 @@ def test_names_that_cannot_travel_are_refused_and_nothing_is_sent(link, wrong):
     with pytest.raises(warpipe.ArgumentError):
         publisher.send(wrong)
     assert subscriber.try_receive() is None
+
+
+class OnDevice:
+    def __init__(self, device):
+        self.memory = warpipe.Memory.allocate(1 << 20, device=device)
+        self.__cuda_array_interface__ = {"shape": (1 << 20,), "typestr": "|u1", "data": (self.memory.ptr, False), "version": 3, "stream": None}
+
+
+def send_one(publisher, stream, first, second):
+    publisher.send(first, stream=stream)
+
+
+def send_several(publisher, stream, first, second):
+    publisher.send({"first": first, "second": second}, stream=stream)
+
+
+def can_lend(publisher):
+    try:
+        publisher.loan((2 << 20,), "uint8").discard()
+    except (warpipe.TimeoutError, warpipe.MemoryLimitError):
+        return False
+    return True
+
+
+# A copy waits for its tensor's stream, which waits for it; then the stream of the last copy waits for the others.
+@pytest.mark.parametrize(("send", "call"), [(send_one, 2), (send_several, 2), (send_several, 3)])
+def test_memory_that_a_copy_still_writes_is_not_lent_again_after_an_error(open_publisher, device, domain, send, call):
+    driver = ctypes.CDLL("libcuda.so.1") if device.kind == "cuda" else None
+    if not hasattr(driver, "fakeCudaFail"):
+        pytest.skip("declared skip: no fake driver, which fails a call")
+    publisher = open_publisher(memory_limit=2 << 20, loan_timeout=0.05)
+    stream, both = warpipe.Stream(device), {"domain": domain, "device": device}
+    gate = warpipe.Timeline.create("gate", **both)
+    opened = warpipe.Timeline.open("gate", **both)
+    opened.wait(1, stream=stream)
+    driver.fakeCudaReset()
+    driver.fakeCudaFail(b"cuStreamWaitEvent", ctypes.c_uint64(call), 2)
+    with pytest.raises(warpipe.DriverError, match="cuStreamWaitEvent"):
+        send(publisher, stream.ptr, OnDevice(device), np.zeros(1 << 20, np.uint8))
+    driver.fakeCudaReset()
+    assert not can_lend(publisher)
+    gate.signal(1)
+    until(lambda: can_lend(publisher), "the memory")

@@ -397,19 +397,38 @@ impl Sample {
     /// # Errors
     /// As [`wait`](Self::wait); [`Error::Argument`] unless `bytes` is that long; [`Error::Driver`].
     pub fn copy_to<'w>(&self, bytes: &mut [u8], wait: impl Into<Wait<'w>>) -> Result<()> {
-        if bytes.len() as u64 != self.layout().bytes() {
-            let allowed = format!("exactly {}", self.layout().bytes());
+        self.download((self.slot_ptr(), self.layout()), bytes, &wait.into())
+    }
+
+    /// [`copy_to`](Self::copy_to), of one part.
+    ///
+    /// # Errors
+    /// As [`copy_to`](Self::copy_to) and [`part`](Self::part).
+    pub fn copy_part_to<'w>(
+        &self,
+        name: &str,
+        bytes: &mut [u8],
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<()> {
+        let part = self.part(name)?;
+        self.download((part.slot_ptr(), part.layout()), bytes, &wait.into())
+    }
+
+    /// Copies a whole tensor, of this address and layout: the slot's, or that of one part.
+    fn download(
+        &self,
+        (address, layout): (DevicePtr, &Layout),
+        bytes: &mut [u8],
+        wait: &Wait<'_>,
+    ) -> Result<()> {
+        if bytes.len() as u64 != layout.bytes() {
+            let allowed = format!("exactly {}", layout.bytes());
             return Err(Error::argument(
                 "bytes",
                 format!("{} bytes", bytes.len()),
                 allowed,
             ));
         }
-        self.download(self.slot_ptr(), bytes, &wait.into())
-    }
-
-    /// Copies from an address of the slot, or of a tensor in place, inside which the bytes lie.
-    fn download(&self, address: DevicePtr, bytes: &mut [u8], wait: &Wait<'_>) -> Result<()> {
         self.wait(wait)?;
         if bytes.is_empty() {
             return Ok(());
@@ -438,9 +457,8 @@ impl Sample {
     /// # Errors
     /// As [`to_vec`](Self::to_vec) and [`part`](Self::part).
     pub fn part_to_vec<'w>(&self, name: &str, wait: impl Into<Wait<'w>>) -> Result<Vec<u8>> {
-        let part = self.part(name)?;
-        let mut bytes = zeroed(part.layout().bytes())?;
-        self.download(part.slot_ptr(), &mut bytes, &wait.into())?;
+        let mut bytes = zeroed(self.part(name)?.layout().bytes())?;
+        self.copy_part_to(name, &mut bytes, wait)?;
         Ok(bytes)
     }
 

@@ -66,6 +66,12 @@ impl Loan {
         self.sample.write(stream, bytes)
     }
 
+    /// As [`SampleMut::stay_behind`].
+    #[doc(hidden)] // For the Python package.
+    pub fn stay_behind(&mut self, stream: &Stream) {
+        self.sample.stay_behind(stream);
+    }
+
     /// Returns the loan unused, once the work enqueued on `stream` so far is done.
     ///
     /// # Errors

@@ -220,7 +220,8 @@ impl SampleMut {
     /// Notes that the work on `stream` may be writing the slot, so that a dropped loan returns
     /// behind it. A caller that passes a loan and a stream to a failing call has no other way to
     /// say so.
-    pub(crate) fn stay_behind(&mut self, stream: &Stream) {
+    #[doc(hidden)] // For the Python package.
+    pub fn stay_behind(&mut self, stream: &Stream) {
         let is_known = |known: &Stream| known.is_same(stream);
         if self.behind.as_ref().is_some_and(is_known) || stream.check_of(&self.core.device).is_err()
         {
