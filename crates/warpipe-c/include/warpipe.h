@@ -55,7 +55,8 @@ struct DLManagedTensorVersioned;
 // The most bytes of a member's role, without the zero at its end.
 #define WARPIPE_ROLE_BYTES_MAX 64
 
-
+// The longest name of a part, in bytes.
+#define WARPIPE_PART_NAME_BYTES_MAX 128
 
 // The largest value that can be signalled or waited for, 2^63 - 2.
 #define WARPIPE_TIMELINE_VALUE_MAX 9223372036854775806
@@ -264,9 +265,6 @@ typedef struct warpipe_members warpipe_members;
 // A range of device memory: allocated by this process, opened by a ticket, a descriptor or a
 // legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it.
 typedef struct warpipe_memory warpipe_memory;
-
-// One tensor of a sample or a loan that has several.
-typedef struct warpipe_part warpipe_part;
 
 // A request without a reply. Any number of threads may use it; one of them gets the reply.
 typedef struct warpipe_pending warpipe_pending;
@@ -622,6 +620,20 @@ typedef struct {
   // The name under which it was opened, or its pool's name; else empty.
   char name[81];
 } warpipe_memory_info;
+
+// One tensor of a sample or a loan that has several.
+typedef struct {
+  // Its name, which no other part has, and a zero.
+  char name[129];
+  // Its layout.
+  warpipe_layout layout;
+  // The device address of the element with all indices 0. Ignored in an argument.
+  uint64_t data;
+  // The device address of the first byte of layout.bytes. Ignored in an argument.
+  uint64_t slot;
+  // Whether it lies in its sender's own memory. Ignored in an argument.
+  bool is_in_place;
+} warpipe_part;
 
 // The most that one user may have of a pool at once, whatever the number of its processes.
 typedef struct {
@@ -1996,6 +2008,35 @@ warpipe_status warpipe_loan_list_parts(const warpipe_loan *loan,
                                        warpipe_part *parts,
                                        size_t capacity,
                                        size_t *count);
+
+// Describes the part of a loan that has this name.
+//
+// WARPIPE_INVALID_INPUT if there is none.
+//
+// Requires: name is a text, part the address of a structure.
+warpipe_status warpipe_loan_get_part(const warpipe_loan *loan,
+                                     const char *name,
+                                     warpipe_part *part);
+
+// Describes the part of a sample that has this name.
+//
+// WARPIPE_INVALID_INPUT if there is none.
+//
+// Requires: name is a text, part the address of a structure.
+warpipe_status warpipe_sample_get_part(const warpipe_sample *sample,
+                                       const char *name,
+                                       warpipe_part *part);
+
+// warpipe_sample_copy_to, of the part of this name.
+//
+// WARPIPE_INVALID_INPUT if there is none; as warpipe_sample_copy_to.
+//
+// Requires: name is a text. The rest as for warpipe_sample_copy_to.
+warpipe_status warpipe_sample_copy_part_to(const warpipe_sample *sample,
+                                           const char *name,
+                                           void *buffer,
+                                           size_t bytes,
+                                           uint64_t timeout_ns);
 
 // Lists the parts of a sample, at most capacity of them; none of a sample of one tensor. *count
 // becomes the number of all.

@@ -421,6 +421,89 @@ inline warpipe_status release(warpipe_sample *sample) {
 inline warpipe_status discard(warpipe_loan *loan) { return warpipe_loan_close(loan); }
 } // namespace detail
 
+namespace detail {
+// The library calls it once, also when a call with it fails.
+template <class Owner> void destroy(void *owner) { delete static_cast<Owner *>(owner); }
+
+// What is the same of the parts of samples and of loans.
+class Part {
+public:
+  std::string name() const { return part_.name; }
+  Layout layout() const { return Layout(part_.layout); }
+  // Whether it lies in its sender's own memory.
+  bool is_in_place() const noexcept { return part_.is_in_place; }
+
+protected:
+  explicit Part(const warpipe_part &part) : part_(part) {}
+
+  template <class T> T *at() const noexcept {
+    return reinterpret_cast<T *>(static_cast<std::uintptr_t>(part_.data));
+  }
+
+  warpipe_part part_;
+};
+} // namespace detail
+
+// One tensor of a sample of several: its memory is that sample's, and stays as long.
+class SamplePart : public detail::Part {
+public:
+  SamplePart(const warpipe_sample *sample, const warpipe_part &part)
+      : Part(part), sample_(sample) {}
+
+  // The device address of the element with all indices 0.
+  template <class T = void> const T *data() const noexcept { return at<const T>(); }
+  // Waits for the data of all parts and copies this one.
+  template <class T> std::vector<T> to_vector(Duration timeout) const {
+    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
+    std::vector<T> copy(part_.layout.bytes / sizeof(T));
+    check(warpipe_sample_copy_part_to(sample_, part_.name, copy.data(), copy.size() * sizeof(T),
+                                      nanoseconds(timeout)));
+    return copy;
+  }
+
+private:
+  const warpipe_sample *sample_;
+};
+
+// One tensor of a loan of several, to be filled: its memory is that loan's.
+class LoanPart : public detail::Part {
+public:
+  LoanPart(warpipe_loan *loan, const warpipe_part &part) : Part(part), loan_(loan) {}
+
+  // The device address of the element with all indices 0.
+  template <class T = void> T *data() const noexcept { return at<T>(); }
+  // Copies the whole contents from memory of the host.
+  void write(void *stream, const void *data, std::size_t bytes) {
+    check(warpipe_loan_write_part(loan_, stream, part_.name, data, bytes));
+  }
+  template <class T> void write(void *stream, const std::vector<T> &data) {
+    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
+    write(stream, data.data(), data.size() * sizeof(T));
+  }
+
+private:
+  warpipe_loan *loan_;
+};
+
+namespace detail {
+template <class Part, class Object, class List>
+std::vector<Part> parts(Object *object, List list) {
+  std::vector<warpipe_part> found(16);
+  for (;;) {
+    std::size_t count = 0;
+    check(list(object, found.data(), found.size(), &count));
+    const bool all = count <= found.size();
+    found.resize(count);
+    if (!all)
+      continue;
+    std::vector<Part> parts;
+    for (const warpipe_part &part : found)
+      parts.emplace_back(object, part);
+    return parts;
+  }
+}
+} // namespace detail
+
 // A tensor in another process's memory, which this one may only read. Destroyed, it is released
 // behind the work of the stream that it was received with.
 class Sample : public Object<warpipe_sample, detail::release> {
@@ -443,6 +526,19 @@ public:
   template <class T = void> const T *data() const noexcept {
     return *this ? reinterpret_cast<const T *>(static_cast<std::uintptr_t>(info_.data)) : nullptr;
   }
+
+  // Its tensors, if it was sent with several: else none.
+  std::vector<SamplePart> parts() const & {
+    return detail::parts<SamplePart>(get(), warpipe_sample_list_parts);
+  }
+  // The tensor of this name.
+  SamplePart operator[](const std::string &name) const & {
+    warpipe_part part;
+    check(warpipe_sample_get_part(get(), name.c_str(), &part));
+    return SamplePart(get(), part);
+  }
+  std::vector<SamplePart> parts() const && = delete; // their memory ends with the object
+  SamplePart operator[](const std::string &name) const && = delete;
 
   void wait(Duration timeout) const { check(warpipe_sample_wait(get(), nanoseconds(timeout))); }
   void wait_on(void *stream) const { check(warpipe_sample_wait_on(get(), stream)); }
@@ -495,6 +591,8 @@ private:
   warpipe_sample_info info_{};
 };
 
+class Published;
+
 // Memory to fill, on a stream, and to send, to submit, or to answer with. Destroyed, it returns
 // behind the work of the stream of the last call that took both.
 class Loan : public Object<warpipe_loan, detail::discard> {
@@ -525,6 +623,28 @@ public:
   }
   void write_dlpack(void *stream, const DLManagedTensor *tensor) {
     check(warpipe_loan_write_dlpack_legacy(get(), stream, tensor));
+  }
+
+  // Its tensors, if it is one of loan_parts(): else none.
+  std::vector<LoanPart> parts() const & {
+    return detail::parts<LoanPart>(get(), warpipe_loan_list_parts);
+  }
+  // The tensor of this name.
+  LoanPart operator[](const std::string &name) const & {
+    warpipe_part part;
+    check(warpipe_loan_get_part(get(), name.c_str(), &part));
+    return LoanPart(get(), part);
+  }
+  std::vector<LoanPart> parts() const && = delete; // their memory ends with the object
+  LoanPart operator[](const std::string &name) const && = delete;
+  // Adds a tensor that is sent where it lies, as Publisher::loan_in() and loan_at() do.
+  template <class Owner>
+  void add_part_in(const std::string &name, const Published &memory, std::uint64_t offset,
+                   const Layout &layout, Owner owner);
+  template <class Owner>
+  void add_part_at(const std::string &name, std::uint64_t data, const Layout &layout, Owner owner) {
+    check(warpipe_loan_add_part(get(), name.c_str(), nullptr, data, layout.get(),
+                                detail::destroy<Owner>, new Owner(std::move(owner))));
   }
 
   // Sends a publisher's loan, behind the stream's work; its number. A loan that is not sent because
@@ -563,8 +683,6 @@ private:
   warpipe_loan_info info_{};
 };
 
-class Published;
-
 // Hands tensors to any number of subscribers.
 class Publisher : public Object<warpipe_publisher, warpipe_publisher_close> {
 public:
@@ -577,6 +695,21 @@ public:
     check(warpipe_publisher_loan(get(), layout.get(), &loan));
     return Loan(loan);
   }
+  // Lends memory for several tensors, by their names, which are sent as one sample. Each begins at a
+  // multiple of 256 bytes: `loan["image"].write(stream, pixels)`.
+  Loan loan_parts(const std::vector<std::pair<std::string, Layout>> &parts) const {
+    std::vector<warpipe_part> named;
+    for (const auto &[name, layout] : parts) {
+      warpipe_part part{};
+      // One that is too long has no end, and is refused.
+      name.copy(part.name, sizeof part.name);
+      part.layout = *layout.get();
+      named.push_back(part);
+    }
+    warpipe_loan *loan = nullptr;
+    check(warpipe_publisher_loan_parts(get(), named.data(), named.size(), &loan));
+    return Loan(loan);
+  }
   // Lends published memory from byte `offset` on, to be sent where it lies. The owner is kept until
   // no subscriber reads it, and destroyed by any thread.
   template <class Owner>
@@ -586,7 +719,7 @@ public:
   template <class Owner>
   Loan loan_at(std::uint64_t data, const Layout &layout, Owner owner) const {
     warpipe_loan *loan = nullptr;
-    check(warpipe_publisher_loan_at(get(), data, layout.get(), destroy<Owner>,
+    check(warpipe_publisher_loan_at(get(), data, layout.get(), detail::destroy<Owner>,
                                     new Owner(std::move(owner)), &loan));
     return Loan(loan);
   }
@@ -625,10 +758,6 @@ public:
         return found;
     }
   }
-
-private:
-  // The library calls it once, also when a call with it fails.
-  template <class Owner> static void destroy(void *owner) { delete static_cast<Owner *>(owner); }
 };
 
 class Subscriber;
@@ -1072,9 +1201,16 @@ template <class Owner>
 Loan Publisher::loan_in(const Published &memory, std::uint64_t offset, const Layout &layout,
                         Owner owner) const {
   warpipe_loan *loan = nullptr;
-  check(warpipe_publisher_loan_in(get(), memory.get(), offset, layout.get(), destroy<Owner>,
+  check(warpipe_publisher_loan_in(get(), memory.get(), offset, layout.get(), detail::destroy<Owner>,
                                   new Owner(std::move(owner)), &loan));
   return Loan(loan);
+}
+
+template <class Owner>
+void Loan::add_part_in(const std::string &name, const Published &memory, std::uint64_t offset,
+                       const Layout &layout, Owner owner) {
+  check(warpipe_loan_add_part(get(), name.c_str(), memory.get(), offset, layout.get(),
+                              detail::destroy<Owner>, new Owner(std::move(owner))));
 }
 
 // Lends blocks of one process's memory.

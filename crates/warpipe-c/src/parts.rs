@@ -2,10 +2,10 @@
 
 use std::ffi::{CStr, c_char, c_void};
 
-use warpipe::{Layout, Part, Publisher};
+use warpipe::{Layout, Part, Publisher, Sample};
 
-use crate::arguments::{fixed, put_list, slice, text};
-use crate::call::{call, make_beside};
+use crate::arguments::{fixed, put_list, slice, slice_mut, text, timeout};
+use crate::call::{call, make_beside, read};
 use crate::channel::{Owner, warpipe_publisher};
 use crate::device::{HostCall, warpipe_host_function};
 use crate::failure::{Failure, warpipe_status};
@@ -17,14 +17,15 @@ use crate::streams::OnDevice;
 use crate::ticket::warpipe_published;
 
 /// The longest name of a part, in bytes.
-pub const WARPIPE_PART_NAME_BYTES_MAX: usize = warpipe::PART_NAME_BYTES_MAX;
+pub const WARPIPE_PART_NAME_BYTES_MAX: usize = 128;
+const _: () = assert!(WARPIPE_PART_NAME_BYTES_MAX == warpipe::PART_NAME_BYTES_MAX);
 
 /// One tensor of a sample or a loan that has several.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct warpipe_part {
     /// Its name, which no other part has, and a zero.
-    pub name: [c_char; WARPIPE_PART_NAME_BYTES_MAX + 1],
+    pub name: [c_char; 129],
     /// Its layout.
     pub layout: warpipe_layout,
     /// The device address of the element with all indices 0. Ignored in an argument.
@@ -161,6 +162,76 @@ pub unsafe extern "C" fn warpipe_loan_list_parts(
     // SAFETY: the caller's promises.
     call(loan, |lent| unsafe {
         put_list(all, count, lent.parts().iter().map(warpipe_part::of))
+    })
+}
+
+/// Describes the part of a loan that has this name.
+///
+/// `WARPIPE_INVALID_INPUT` if there is none.
+///
+/// # Safety
+/// `name` is a text, `part` the address of a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_get_part(
+    loan: *const warpipe_loan,
+    name: *const c_char,
+    part: *mut warpipe_part,
+) -> warpipe_status {
+    let find = |lent: &LoanKind| {
+        // SAFETY: the caller's promise.
+        Ok(warpipe_part::of(lent.part(unsafe { text("name", name) }?)?))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { read(loan, "part", part, |lent| find(lent)) }
+}
+
+/// Describes the part of a sample that has this name.
+///
+/// `WARPIPE_INVALID_INPUT` if there is none.
+///
+/// # Safety
+/// `name` is a text, `part` the address of a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_get_part(
+    sample: *const warpipe_sample,
+    name: *const c_char,
+    part: *mut warpipe_part,
+) -> warpipe_status {
+    let find = |sample: &Sample| {
+        // SAFETY: the caller's promise.
+        Ok(warpipe_part::of(
+            sample.part(unsafe { text("name", name) }?)?,
+        ))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { read(sample, "part", part, |found| find(&found.sample)) }
+}
+
+/// `warpipe_sample_copy_to`, of the part of this name.
+///
+/// `WARPIPE_INVALID_INPUT` if there is none; as `warpipe_sample_copy_to`.
+///
+/// # Safety
+/// `name` is a text. The rest as for `warpipe_sample_copy_to`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_copy_part_to(
+    sample: *const warpipe_sample,
+    name: *const c_char,
+    buffer: *mut c_void,
+    bytes: usize,
+    timeout_ns: u64,
+) -> warpipe_status {
+    call(sample, |found| {
+        // SAFETY: the caller's promises; bytes of any value are valid.
+        let (name, buffer) = unsafe {
+            (
+                text("name", name)?,
+                slice_mut("buffer", buffer.cast(), bytes)?,
+            )
+        };
+        Ok(found
+            .sample
+            .copy_part_to(name, buffer, timeout(timeout_ns))?)
     })
 }
 

@@ -14,6 +14,13 @@
 using namespace std::chrono_literals;
 using warpipe::Layout;
 
+// The head of dlpack.h's.
+struct DLManagedTensorVersioned {
+  std::uint32_t version[2];
+  void *manager_ctx;
+  void (*deleter)(DLManagedTensorVersioned *);
+};
+
 namespace {
 
 const warpipe::Duration kLimit = 20s;
@@ -182,6 +189,83 @@ void in_place(const warpipe::Device &device, void *stream,
     std::this_thread::yield();
 }
 
+// Several tensors in one sample, copied and where they lie, by their names.
+void parts(const warpipe::Device &device, void *stream, const warpipe::Published &published) {
+  warpipe::PublisherOptions options;
+  options.device = device.get();
+  warpipe::Publisher publisher("cpp/parts", options);
+  warpipe::SubscriberOptions attach;
+  attach.device = device.get();
+  warpipe::Subscriber subscriber("cpp/parts", attach);
+  const Layout image = Layout::contiguous<std::uint8_t>({2, 3});
+  const Layout depth = Layout::contiguous<float>({2});
+  const Layout mask = Layout::contiguous<std::uint32_t>({4});
+  const std::vector<std::uint8_t> pixels = {1, 2, 3, 4, 5, 6};
+
+  warpipe::Loan loan = publisher.loan_parts({{"image", image}, {"depth", depth}});
+  loan["image"].write(stream, pixels);
+  loan["depth"].write(stream, std::vector<float>{0.5f, 2.0f});
+  auto owner = std::make_shared<int>(0);
+  loan.add_part_in("mask", published, 512, mask, owner);
+  throws<warpipe::Error>([&] { loan["image"].write(stream, "", 1); }, WARPIPE_INVALID_INPUT, "6");
+  throws<warpipe::Error>([&] { loan["other"]; }, WARPIPE_INVALID_INPUT, "image");
+  throws<warpipe::Error>([&] { loan.add_part_in("image", published, 0, mask, owner); },
+                         WARPIPE_INVALID_INPUT, "image");
+  throws<warpipe::Error>([&] { loan.add_part_in("far", published, 4096, mask, owner); },
+                         WARPIPE_INVALID_INPUT, "4096");
+  throws<warpipe::Error>([&] { publisher.loan_parts({{std::string(129, 'n'), image}}); },
+                         WARPIPE_INVALID_INPUT, "name");
+  CHECK(owner.use_count() == 2 && loan.parts().size() == 3 && loan["mask"].is_in_place());
+  loan.send(stream);
+
+  warpipe::Sample sample = subscriber.receive(stream, kLimit);
+  CHECK(sample.parts().size() == 3 && sample.parts()[1].name() == "depth");
+  CHECK(sample["image"].to_vector<std::uint8_t>(kLimit) == pixels);
+  CHECK(sample["image"].layout().shape()[1] == 3 && !sample["image"].is_in_place());
+  CHECK(sample["depth"].to_vector<float>(kLimit)[1] == 2.0f);
+  CHECK(sample["mask"].to_vector<std::uint32_t>(kLimit)[3] == 0x1234567u);
+  CHECK(sample["depth"].data() != sample["image"].data());
+  throws<warpipe::Error>([&] { sample["other"]; }, WARPIPE_INVALID_INPUT, "mask");
+  const warpipe::SamplePart part = sample["image"];
+  sample.finish(kLimit);
+  throws<warpipe::Error>([&] { part.to_vector<std::uint8_t>(kLimit); }, WARPIPE_INVALID_OBJECT, "");
+  while (owner.use_count() > 1)
+    std::this_thread::yield();
+  publisher.send(stream, depth, std::vector<float>{0.5f, 2.0f});
+  CHECK(subscriber.receive(stream, kLimit).info().sequence == 2);
+}
+
+// A loan that is destroyed after a copy into it is not lent again before the copy is done.
+void copied_and_given_up(const warpipe::Device &device, const warpipe::Stream &stream) {
+  warpipe::PublisherOptions options;
+  options.device = device.get();
+  options.memory_limit = 4 << 20;
+  options.loan_timeout_ns = 1;
+  warpipe::Publisher publisher("cpp/given_up", options);
+  warpipe::SubscriberOptions attach;
+  attach.device = device.get();
+  warpipe::Subscriber subscriber("cpp/given_up", attach);
+  const Layout layout = Layout::contiguous<std::uint8_t>({2 << 20});
+  publisher.loan(layout).send(stream);
+  DLManagedTensorVersioned *tensor = subscriber.receive(stream, kLimit).to_dlpack();
+
+  warpipe::TimelineOptions made;
+  made.device = device.get();
+  warpipe::OpenOptions opened;
+  opened.device = device.get();
+  warpipe::Timeline gate = warpipe::Timeline::create("cpp/gate", made);
+  const warpipe::Stream other(device);
+  warpipe::Timeline::open("cpp/gate", opened).wait(other, 1);
+  {
+    warpipe::Loan loan = publisher.loan(layout);
+    loan.write_dlpack(other, tensor);
+  }
+  throws<warpipe::LimitReached>([&] { publisher.loan(layout); }, WARPIPE_LIMIT_REACHED, "");
+  gate.signal_now(1);
+  other.synchronize(kLimit);
+  tensor->deleter(tensor);
+}
+
 void memory(const warpipe::Device &device, void *stream) {
   warpipe::Memory memory = warpipe::Memory::allocate(device, 4096);
   const std::vector<std::uint32_t> pattern(1024, 0x1234567u);
@@ -192,6 +276,7 @@ void memory(const warpipe::Device &device, void *stream) {
   CHECK(opened.bytes() == 4096 && opened.to_vector<std::uint32_t>(kLimit) == pattern);
   opened.used_on(stream);
   in_place(device, stream, published);
+  parts(device, stream, published);
   throws<warpipe::Error>([&] { warpipe::Memory::open("nonsense", device, 0s); },
                          WARPIPE_INVALID_INPUT, "ticket");
 
@@ -261,6 +346,7 @@ int main() {
   service(device, stream);
   memory(device, stream);
   order(device, stream);
+  copied_and_given_up(device, stream);
   members();
   int called = 0;
   stream.call([&called] { called = 1; });
