@@ -4,8 +4,8 @@
 
 Each actor gives an array to a receiver that lives on, and is given one of its. Then it ends: by its `__ray_terminate__`, by
 `ray.kill`, or by a SIGKILL in the middle of transfers, as `--kills` of them. Afterwards the receiver and the driver have the
-descriptors and the memory that they had at first, and the domain has the names of living processes alone. Prints a line of
-JSON, and ends with 1 if something is left.
+descriptors, the mappings and the memory that they had at first, and the domain has the names of living processes alone.
+Prints a line of JSON, also when it is interrupted, terminated or fails, and ends with 1 if something is left or failed.
 """
 
 import argparse
@@ -31,6 +31,7 @@ import warpipe_ray  # noqa: E402
 from warpipe_ray import _source  # noqa: E402
 
 LIMIT_SECONDS = 60.0
+SAID_SECONDS = 30.0
 BYTES = 1 << 20
 
 warpipe_ray.register(numpy.ndarray)
@@ -52,6 +53,12 @@ class Actor:
         return held()
 
 
+def mapped():
+    """The mappings of shared memory of warpipe: regions and segments, its own and others'."""
+    with open("/proc/self/maps") as file:
+        return sum("/memfd:warpipe" in line for line in file)
+
+
 def held():
     """What this process has of others, and for them. Its pool keeps regions for later objects, with two descriptors each."""
     # With the next source it would drop them itself.
@@ -69,6 +76,8 @@ def held():
         "imported": warpipe.Device("host").bytes_held - own,
         "descriptors": sum(links.values()) - 2 * regions,
         "memfds": links["/memfd"] - 2 * regions,
+        "mappings": mapped() - regions,
+        "threads": len(os.listdir("/proc/self/task")),
         "offered": sum(one.in_use_nbytes for one in stats),
         "lent": sum(one.lent_nbytes for one in stats),
     }
@@ -121,48 +130,59 @@ def rest(receiver, wanted):
         time.sleep(0.2)
 
 
+def run(ways, at_once, end, said):
+    """Ends actors, and notes what was done and what is left, whatever ends it."""
+    receiver = Actor.remote()
+    # As many at once as later, so that what is kept for the next ones is there.
+    for _ in range(2):
+        batch(receiver, (["SIGKILL", "ray.kill", "terminate"] * at_once)[:at_once])
+    said["at_first"], _ = rest(receiver, None)
+    counts, began = collections.Counter(), time.monotonic()
+    reported = began
+    try:
+        while ways and time.monotonic() < end:
+            now, ways = ways[:at_once], ways[at_once:]
+            batch(receiver, now)
+            counts.update(now)
+            if time.monotonic() > reported + SAID_SECONDS:
+                reported = time.monotonic()
+                print(f"{counts.total()} ends in {reported - began:.0f} s", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        said["interrupted"] = True
+    finally:
+        said.update(ends=counts.total(), **counts, seconds=round(time.monotonic() - began, 1))
+    said["at_last"], said["over"] = rest(receiver, said["at_first"])
+    domain = warpipe.Domain()
+    said["dead_names"] = sum(not one.alive for one in domain.endpoints())
+    said["cleaned"] = len(domain.clean())
+    said["living_names"] = len(domain.endpoints())
+    return not said["over"] and said["living_names"] <= 1
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ends", type=int, default=10000)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--at-once", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="ends earlier after this time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="starts no more actors after this time")
+    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    random.seed(options.seed)
     ways = ["SIGKILL"] * options.kills + ["ray.kill", "terminate"] * ((options.ends - options.kills + 1) // 2)
     ways = ways[: options.ends]
     random.shuffle(ways)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    said, is_good = {"wanted": len(ways)}, False
     with tempfile.TemporaryDirectory(prefix="warpipe-ray-") as folder:
         os.environ["WARPIPE_DOMAIN"] = os.path.join(folder, "domain")
-        ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=128 << 20)
-        receiver = Actor.remote()
-        # As many at once as later, so that what is kept for the next ones is there.
-        for _ in range(2):
-            batch(receiver, (["SIGKILL", "ray.kill", "terminate"] * options.at_once)[: options.at_once])
-        at_first, _ = rest(receiver, None)
-        counts, began = collections.Counter(), time.monotonic()
-        while ways and time.monotonic() < began + options.seconds:
-            now, ways = ways[: options.at_once], ways[options.at_once :]
-            batch(receiver, now)
-            counts.update(now)
-        at_last, over = rest(receiver, at_first)
-        domain = warpipe.Domain()
-        names = [one for one in domain.endpoints() if not one.alive]
-        cleaned = len(domain.clean())
-        living = [one.name for one in domain.endpoints()]
+        try:
+            ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=128 << 20)
+            is_good = run(ways, options.at_once, time.monotonic() + options.seconds, said)
+        except Exception as error:
+            said["failed"] = f"{type(error).__name__}: {error}"
         ray.shutdown()
-    said = {
-        "ends": sum(counts.values()),
-        **counts,
-        "seconds": round(time.monotonic() - began, 1),
-        "at_first": at_first,
-        "at_last": at_last,
-        "over": over,
-        "dead_names": len(names),
-        "cleaned": cleaned,
-        "living_names": len(living),
-    }
     print(json.dumps(said))
-    return 1 if over or len(living) > 1 else 0
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""What a transfer between two processes takes, beside a device copy of the same bytes and NIXL's own UCX.
+"""What a transfer between two processes takes, beside its floor, a copy of the same bytes, and NIXL's own UCX.
 
     python bench.py [--gpus 2] [--mib 1024] [--pieces 64] [--scattered] [--rounds 30]
 
-Without --gpus the memory is the host's. Each round does the copy, then a write and a read of each backend, so that a slow
-moment of the machine counts for all; each first without a clock, since a GPU that other processes have used takes a turn of
-its time slices to begin. --scattered: no piece continues the one before. Prints a line of JSON with the medians.
+With --gpus 1 both processes use GPU 0, with --gpus 2 the other one GPU 1, and the floor is a copy by the driver between the
+same GPUs; without, the memory is the host's, and the floor a copy by one thread. Each round does the copy, then a write and
+a read of each backend, so that a slow moment of the machine counts for all; each first without a clock, since a GPU that
+other processes have used takes a turn of its time slices to begin. --scattered: no piece continues the one before. Prints a
+line of JSON for each operation: medians of the rounds, in microseconds.
 """
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -16,10 +19,12 @@ import statistics
 import tempfile
 import time
 
+import numpy
 from agents import Memory, Process, finish, new_agent
 
 BACKENDS = ("WARPIPE", "UCX")
 FIRST_ROUNDS = 3
+FLOOR = "copy"
 
 
 class Side:
@@ -59,12 +64,17 @@ class Side:
 
 def bare_copy(side, count, gpus):
     """The same bytes, between memory of this process."""
-    cuda = side.memory.cuda
-    there = cuda.allocate_on(gpus - 1, count)
+    if gpus == 0:
+        there = numpy.zeros(count, numpy.uint8)
+        copy = functools.partial(numpy.copyto, there, side.memory.array)
+    else:
+        cuda = side.memory.cuda
+        there = cuda.allocate_on(gpus - 1, count)
+        copy = functools.partial(cuda.copy, there, side.memory.address, count)
 
     def seconds():
         began = time.perf_counter()
-        cuda.copy(there, side.memory.address, count)
+        copy()
         return time.perf_counter() - began
 
     return seconds
@@ -82,9 +92,7 @@ def main():
     os.environ.setdefault("WARPIPE_DOMAIN", tempfile.mkdtemp(prefix="nixl-bench-"))
     count = options.mib << 20
     sides = [Side(backend, count, options.pieces, options.gpus, options.scattered) for backend in BACKENDS]
-    ways = {}
-    if options.gpus:
-        ways["device copy"] = bare_copy(sides[0], count, options.gpus)
+    ways = {FLOOR: bare_copy(sides[0], count, options.gpus)}
     for side in sides:
         side.check()
         for operation in side.handles:
@@ -98,20 +106,20 @@ def main():
                 took[way].append(one)
     for side in sides:
         side.target.end()
-    medians = {way: statistics.median(seconds) for way, seconds in took.items()}
-    report = {
-        "gpus": options.gpus,
-        "mib": options.mib,
-        "pieces": options.pieces,
-        "scattered": options.scattered,
-        "rounds": options.rounds,
-        "median_us": {way: round(seconds * 1e6, 1) for way, seconds in medians.items()},
-        "gb_per_s": {way: round(count / seconds / 1e9, 1) for way, seconds in medians.items()},
-    }
-    if options.gpus:
-        floor = medians["device copy"]
-        report["of_the_device_copy"] = {way: round(floor / seconds, 3) for way, seconds in medians.items()}
-    print(json.dumps(report))
+    median_us = {way: statistics.median(seconds) * 1e6 for way, seconds in took.items()}
+    for operation in sides[0].handles:
+        figure, ucx = (median_us[f"{backend} {operation}"] for backend in BACKENDS)
+        report = {
+            **vars(options),
+            "operation": operation,
+            "warpipe_us": round(figure, 1),
+            "copy_us": round(median_us[FLOOR], 1),
+            "ucx_us": round(ucx, 1),
+            "warpipe_gb_per_s": round(count / figure / 1e3, 1),
+            "copy_over_warpipe": round(median_us[FLOOR] / figure, 3),
+            "ucx_over_warpipe": round(ucx / figure, 3),
+        }
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ class Cuda:
         address = other.allocate(count)
         if other.context.value != self.context.value:
             self._call("cuCtxSetCurrent", self.context)
-            self._call("cuCtxEnablePeerAccess", other.context, 0)
+            # Without it, and where UCX or the library has it already, copies go all the same.
+            self.driver.cuCtxEnablePeerAccess(other.context, 0)
         return address
 
     def allocate(self, count):

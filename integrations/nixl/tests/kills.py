@@ -1,18 +1,21 @@
 """Kills agents of other processes in the middle of their work, and looks what the survivor is told.
 
-    python kills.py --kills 1000
+    python kills.py --kills 1000 --seconds 3000
 
 In each round a new agent takes the same name. In turn it is the target of a read, the target of a
 write, and the initiator of writes to the survivor. The survivor is one process: it ends with 0 if
 each round ended as it must. Prints a line of JSON with the times from the signal to
 NIXL_ERR_REMOTE_DISCONNECT, and to the end of a plain pipe: before that the kernel takes the dead
-process apart."""
+process apart. Prints it also when it is interrupted, terminated or fails, of the rounds until
+then."""
 
 import argparse
 import json
 import logging
 import os
 import random
+import signal
+import sys
 import tempfile
 import time
 
@@ -20,6 +23,9 @@ from agents import Memory, Process, new_agent, notifications
 from package import nixlRemoteDisconnectError
 
 BYTES = 64 << 20
+# The rounds until then leave what is kept for the next ones, such as threads.
+FIRST_ROUNDS = 6
+SAID_SECONDS = 30
 
 
 def until_told(victim, ask):
@@ -71,40 +77,64 @@ def killed_initiator(agent, memory, delay_s):
 def quantiles(seconds):
     ms = sorted(1000 * each for each in seconds)
     return {
-        name: round(ms[int(share * (len(ms) - 1))], 3)
+        name: round(ms[int(share * (len(ms) - 1))], 3) if ms else None
         for name, share in (("median", 0.5), ("p99", 0.99), ("max", 1))
+    }
+
+
+def held():
+    """What the survivor has open, and runs."""
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
     }
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no round later")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
     os.environ.setdefault("WARPIPE_DOMAIN", tempfile.mkdtemp(prefix="nixl-kills-"))
     random.seed(arguments.seed)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     agent = new_agent("survivor")
     memory = Memory(agent, BYTES, value=1)
-    told = []
-    for kill in range(arguments.kills):
-        delay_s = random.random() * 0.02
-        if kill % 3 == 2:
-            told.append(killed_initiator(agent, memory, delay_s))
-        else:
-            told.append(killed_target(agent, memory, ("READ", "WRITE")[kill % 3], delay_s))
+    told, report = [], {"wanted": arguments.kills}
+    began = said = time.monotonic()
+    try:
+        for kill in range(arguments.kills):
+            if time.monotonic() > began + arguments.seconds:
+                break
+            delay_s = random.random() * 0.02
+            if kill % 3 == 2:
+                told.append(killed_initiator(agent, memory, delay_s))
+            else:
+                told.append(killed_target(agent, memory, ("READ", "WRITE")[kill % 3], delay_s))
+            if kill + 1 == FIRST_ROUNDS:
+                report["at_first"] = held()
+            if time.monotonic() > said + SAID_SECONDS:
+                said = time.monotonic()
+                print(f"{len(told)} kills in {said - began:.0f} s", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+    except Exception as error:
+        report["failed"] = f"round {len(told)}: {type(error).__name__}: {error}"
     times = [pair for pair in told if pair is not None]
-    report = {
+    report |= {
         "kills": len(told),
+        "seconds": round(time.monotonic() - began, 1),
         "complete_before_the_kill": told.count(None),
         "told_ms": quantiles(told for told, _ in times),
         "pipe_ended_ms": quantiles(pipe for _, pipe in times),
         "told_after_the_pipe_ms": quantiles(told - pipe for told, pipe in times),
-        "descriptors_left": len(os.listdir("/proc/self/fd")),
-        "threads_left": len(os.listdir("/proc/self/task")),
+        "at_last": held(),
     }
     print(json.dumps(report))
+    return 1 if "failed" in report else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
