@@ -26,6 +26,7 @@ BYTES = 64 << 20
 # The rounds until then leave what is kept for the next ones, such as threads.
 FIRST_ROUNDS = 6
 SAID_SECONDS = 30
+LIMIT_S = 60
 
 
 def until_told(victim, ask):
@@ -33,7 +34,7 @@ def until_told(victim, ask):
     until a plain pipe of its process says so; nothing, if there was no more to ask about."""
     victim.process.kill()
     began, pipe = time.perf_counter(), None
-    while time.perf_counter() < began + 10:
+    while time.perf_counter() < began + LIMIT_S:
         try:
             if ask() == "DONE":
                 return None  # it was complete before the kill
@@ -43,7 +44,7 @@ def until_told(victim, ask):
                 pipe = victim.seen_to_end(began)
             return told, pipe
         pipe = pipe or victim.seen_to_end(began)
-    raise AssertionError("10 s after the kill nobody says that the agent is gone")
+    raise AssertionError(f"{LIMIT_S} s after the kill nobody says that the agent is gone")
 
 
 def killed_target(agent, memory, operation, delay_s):
@@ -66,7 +67,7 @@ def killed_initiator(agent, memory, delay_s):
         name = agent.add_remote_agent(victim.metadata)
         victim.ask("meet", agent.get_agent_metadata())
         victim.tell("write for ever", memory.tuples(), "survivor", b"written")
-        assert notifications(agent, 1), "nothing was written"
+        assert notifications(agent, 1, LIMIT_S), "nothing was written"
         time.sleep(delay_s)
         told = until_told(victim, lambda: agent.send_notif(name, b"?"))
         agent.remove_remote_agent(name)
