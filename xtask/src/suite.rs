@@ -279,6 +279,23 @@ impl Suite<'_> {
                         Dialect::LastLine,
                     );
                 }
+                let board = Task::new(self.workspace.target.join("debug/conformance"))
+                    .args([
+                        "--backend",
+                        "cuda",
+                        "--devices",
+                        "8",
+                        "--only",
+                        "each other device",
+                    ])
+                    .env("LD_LIBRARY_PATH", &folder)
+                    .env("FAKE_CUDA_DEVICES", "8");
+                self.program(
+                    "a board with 8 GPUs, cuda over the fake driver",
+                    board,
+                    TEST_LIMIT,
+                    Dialect::LastLine,
+                );
                 // Graphs are measured on a GPU alone.
                 let rings = Task::new(self.workspace.target.join("debug/warpipe-bench"))
                     .args(["kernel-ring", "--quick", "--device", "cuda"])

@@ -73,7 +73,7 @@ pub(super) const CASES: &[Case] = &[
         "a receive without a sample times out, and a try returns at once",
         timeouts,
     ),
-    Case::new("a subscriber on another device receives", another_device),
+    Case::new("a subscriber on each other device receives", other_devices),
 ];
 
 const WORDS: u64 = 512;
@@ -626,7 +626,7 @@ fn timeouts(context: &Context) -> Result<()> {
     Ok(())
 }
 
-fn another_device(context: &Context) -> Result<()> {
+fn other_devices(context: &Context) -> Result<()> {
     if context.settings.devices < 2 {
         return skip("a second GPU is needed; say --devices 2");
     }
@@ -636,21 +636,27 @@ fn another_device(context: &Context) -> Result<()> {
     };
     let publisher = Publisher::new("across", options)?;
     let stream = context.stream()?;
-    let mut peer = context.peer_on(1)?;
-    if let Err(fault) =
-        peer.try_ask(&Order::Subscribe(crate::peer::SubscriberPlan::of("across")))?
-    {
-        ensure!(
-            fault.kind == "Device" && fault.text.contains("cannot read memory"),
-            "{fault}"
-        );
-        return skip(fault.text);
+    let mut peers = Vec::new();
+    for ordinal in 1..context.settings.devices {
+        let mut peer = context.peer_on(ordinal)?;
+        if let Err(fault) =
+            peer.try_ask(&Order::Subscribe(crate::peer::SubscriberPlan::of("across")))?
+        {
+            ensure!(
+                fault.kind == "Device" && fault.text.contains("cannot read memory"),
+                "{fault}"
+            );
+            return skip(fault.text);
+        }
+        peers.push(peer);
     }
     for sequence in 1..=20 {
         Payload::of(1 << 20, sequence)
             .slow(Duration::from_millis(2))
             .send(&publisher, &stream)?;
-        all_whole(&peer.receive(1)?, [sequence])?;
+        for peer in &mut peers {
+            all_whole(&peer.receive(1)?, [sequence])?;
+        }
     }
-    peer.dismiss()
+    peers.into_iter().try_for_each(|peer| peer.dismiss())
 }
