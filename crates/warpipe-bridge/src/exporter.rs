@@ -400,8 +400,8 @@ fn is_small(sample: &Sample) -> bool {
         && sample.parts().is_empty()
 }
 
-/// The bytes that a sample keeps from its publisher: of several tensors those in the slot, and those
-/// in place.
+/// The bytes that a sample keeps from its publisher: of several tensors those in the slot, and
+/// those in place.
 fn bytes_of(sample: &Sample) -> u64 {
     let in_place = sample.parts().iter().filter(|part| part.is_in_place());
     let bytes = in_place.map(|part| part.layout().bytes());

@@ -38,8 +38,8 @@ pub trait Target: Send {
     fn is_private(&self) -> bool;
     /// Enqueues a copy of `bytes` host bytes.
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()>;
-    /// Told before a copy is enqueued on the stream: a target that goes back goes behind it, also if
-    /// a call after the copy fails.
+    /// Told before a copy is enqueued on the stream: a target that goes back goes behind it, also
+    /// if a call after the copy fails.
     fn stay_behind(&mut self, stream: &warpipe::Stream);
 }
 
