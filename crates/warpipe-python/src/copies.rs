@@ -10,11 +10,13 @@ use std::time::Duration;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
+use crate::detached::OwnStream;
 use crate::device::is_cuda;
 use crate::errors::Outcome;
 use crate::interpreter_exit;
 use crate::rows::{Scattered, room_for};
-use crate::source::{Source, SourceLocation, SourceOwner};
+use crate::source::{Source, SourceLocation, SourceOwner, Wanted};
+use crate::stream::Consumer;
 use crate::wait::{until, waiting};
 
 /// The most foreign tensors under copy at once; a further send waits.
@@ -24,6 +26,57 @@ const COPIES_MAX: usize = 256;
 #[derive(Debug, Default)]
 pub struct Copies {
     open: Arc<AtomicUsize>,
+}
+
+/// What an endpoint copies tensors with.
+#[derive(Debug, Clone)]
+pub struct CopyContext {
+    pub device: warpipe::Device,
+    /// The stream for tensors without a stream of their own.
+    pub stream: OwnStream,
+    pub copies: Arc<Copies>,
+    /// The limit of a wait for room, for memory, or for an answer.
+    pub patience: Option<Duration>,
+}
+
+impl CopyContext {
+    /// Without copies yet.
+    pub fn new(
+        device: warpipe::Device,
+        stream: OwnStream,
+        patience: Option<Duration>,
+    ) -> CopyContext {
+        CopyContext {
+            device,
+            stream,
+            copies: Arc::default(),
+            patience,
+        }
+    }
+
+    /// A search for a tensor, to be read on `stream` if there is one.
+    pub fn wanted<'a>(&'a self, stream: Option<&'a Consumer>) -> Wanted<'a> {
+        Wanted {
+            stream,
+            ..Wanted::on(&self.device, &self.stream)
+        }
+    }
+
+    /// As [`Copies::fill`].
+    pub fn fill(
+        &self,
+        py: Python<'_>,
+        into: &mut impl Target,
+        source: Source,
+    ) -> PyResult<warpipe::Stream> {
+        self.copies
+            .fill(py, into, source, &self.stream, self.patience)
+    }
+
+    /// As [`Copies::settle`].
+    pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        self.copies.settle(py, self.patience)
+    }
 }
 
 /// The target of a copy: memory of this package that nothing else writes meanwhile, and that stays

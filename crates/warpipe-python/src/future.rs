@@ -143,7 +143,7 @@ impl Future {
         }
         let outcome = match self
             .source
-            .wait(&self.endpoint.stream, wait)
+            .wait(&self.endpoint.context.stream, wait)
             .map_err(Fault::from)
         {
             Ok(result) => Settled::Result(result),
@@ -217,7 +217,7 @@ impl Future {
             let failed = |error: PyErr| Given::Failed(error.into_value(py));
             match settled {
                 Some(Settled::Result(result)) => {
-                    job::Result::new(py, result, &self.endpoint.device)
+                    job::Result::new(py, result, &self.endpoint.context.device)
                         .map_or_else(failed, Given::Result)
                 }
                 Some(Settled::Failed(fault)) => failed(fault.into()),

@@ -144,7 +144,7 @@ impl Results {
                 list.push(unused.into_inner());
             }
         })?;
-        Result::new(py, result.into_inner(), &self.endpoint.device)
+        Result::new(py, result.into_inner(), &self.endpoint.context.device)
     }
 
     fn look(&self, wait: Wait<'_>) -> Outcome<Found> {
@@ -157,7 +157,7 @@ impl Results {
         }
         let queue = end.queue()?;
         if may_end {
-            match queue.next_result(&self.endpoint.stream, Duration::ZERO) {
+            match queue.next_result(&self.endpoint.context.stream, Duration::ZERO) {
                 Ok(result) => return Ok(Found::Result(result)),
                 Err(Error::Timeout { .. }) => {}
                 Err(error) => return Err(error.into()),
@@ -167,7 +167,7 @@ impl Results {
             }
         }
         Ok(Found::Result(
-            queue.next_result(&self.endpoint.stream, wait)?,
+            queue.next_result(&self.endpoint.context.stream, wait)?,
         ))
     }
 }

@@ -11,17 +11,15 @@ use pyo3::prelude::*;
 use warpipe::{Error, Layout, QueueWatch, StateFault, SubmitError, Wait};
 
 use crate::closeable::Closeable;
-use crate::copies::Copies;
+use crate::copies::CopyContext;
 use crate::detached::{DropDetached, OwnStream, detached};
 use crate::device::Device;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable};
-use crate::loan::Loan;
+use crate::loan::{Loan, slot_of};
 use crate::metadata::Metadata;
 use crate::process::Home;
 use crate::slot::Slot;
-use crate::source::Wanted;
-use crate::stream::Consumer;
 use crate::wait::{Given, Limit, waiting};
 
 /// Numbers are never reused, so an event loop's table cannot confuse two endpoints.
@@ -134,15 +132,11 @@ pub struct JobEndpoint {
     home: Home,
     kind: &'static str,
     pub name: String,
-    pub device: warpipe::Device,
-    pub stream: OwnStream,
+    pub context: CopyContext,
     pub number: u64,
     is_shut: AtomicBool,
     cancelled: Mutex<Cancelled>,
     cancelled_changed: Condvar,
-    /// How long to wait for room and memory.
-    patience: Option<Duration>,
-    copies: Arc<Copies>,
     end: Arc<Closable<QueueOrClient>>,
 }
 
@@ -162,14 +156,11 @@ impl JobEndpoint {
             home: Home::here(),
             kind,
             name: name.to_owned(),
-            device: device.clone(),
-            stream: OwnStream::new(py, device)?,
+            context: CopyContext::new(device.clone(), OwnStream::new(py, device)?, patience),
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             is_shut: AtomicBool::new(false),
             cancelled: Mutex::default(),
             cancelled_changed: Condvar::new(),
-            patience,
-            copies: Arc::default(),
             end,
         }))
     }
@@ -276,7 +267,7 @@ impl JobEndpoint {
         self.home.check()?;
         let end = self.end.take();
         py.detach(|| drop(end));
-        self.copies.settle(py, self.patience)
+        self.context.settle(py)
     }
 
     /// Closes it and ignores the error: no caller is left to get it.
@@ -294,12 +285,10 @@ impl JobEndpoint {
         metadata: Option<Metadata>,
     ) -> PyResult<Slot> {
         let goes_on = || self.end().map(drop);
-        let loan = waiting(py, self.patience, goes_on, |wait| {
+        let loan = waiting(py, self.context.patience, goes_on, |wait| {
             Ok(self.end()?.loan_within(layout, wait)?)
         })?;
-        let mut slot = Slot::Work(DropDetached::new(loan));
-        slot.set_metadata(metadata)?;
-        Ok(slot)
+        Ok(Slot::of_work(loan, metadata)?)
     }
 
     /// A loan to be filled by the caller.
@@ -310,16 +299,7 @@ impl JobEndpoint {
         metadata: Option<Metadata>,
     ) -> PyResult<Py<Loan>> {
         let slot = self.borrow(py, layout, metadata)?;
-        Py::new(
-            py,
-            Loan::new(
-                slot,
-                &self.device,
-                &self.stream,
-                &self.copies,
-                self.patience,
-            ),
-        )
+        Py::new(py, Loan::new(slot, &self.context))
     }
 
     /// An input, and the stream that completes it: a tensor is copied, a loan of this
@@ -332,28 +312,8 @@ impl JobEndpoint {
         stream: Given<'_, '_>,
     ) -> PyResult<(Slot, warpipe::Stream)> {
         self.end()?;
-        if let Ok(loan) = tensor.cast::<Loan>() {
-            metadata.map_or(Ok(()), |it| loan.get().set_metadata(it))?;
-            return loan.get().take_out(py, stream);
-        }
-        let stream = Consumer::optional(py, &self.device, stream)?;
-        let wanted = Wanted {
-            device: &self.device,
-            stream: stream.as_ref(),
-            own: &self.stream,
-            packed: false,
-            lasting: false,
-        };
-        let source = wanted.find(tensor)?;
-        let mut slot = self.borrow(py, &source.layout, metadata)?;
-        let filled_on = self.copies.fill(
-            py,
-            &mut slot.target(None)?,
-            source,
-            &self.stream,
-            self.patience,
-        )?;
-        Ok((slot, filled_on))
+        let borrow = |layout: &Layout, metadata| self.borrow(py, layout, metadata);
+        slot_of(py, &self.context, tensor, metadata, stream, borrow)
     }
 
     /// Submits an input; `patience` is how long that may wait, and `deadline_ns` is for a request.
@@ -365,15 +325,7 @@ impl JobEndpoint {
         patience: Option<Duration>,
         deadline_ns: u64,
     ) -> PyResult<Submitted> {
-        let Slot::Work(loan) = slot else {
-            return Err(Fault::argument(
-                "the loan",
-                "a publisher's",
-                format!("one of this {}", self.kind),
-            )
-            .into());
-        };
-        let loan = loan.into_inner();
+        let loan = slot.into_work(&format!("one of this {}", self.kind))?;
         // One that came while the input was made.
         if let Err(interrupt) = py.check_signals() {
             let _ = py.detach(|| loan.discard(&stream));
@@ -398,6 +350,6 @@ impl JobEndpoint {
 
     /// Its device, as Python holds it.
     pub fn device(&self) -> Device {
-        Device::of(&self.device)
+        Device::of(&self.context.device)
     }
 }

@@ -1,7 +1,7 @@
 //! A job of a worker, or a request of a server: the input, the answer, and memory for the result.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::{PyBaseException, PyException};
@@ -9,32 +9,20 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 use warpipe::{AnswerError, AnswerHandle, Error, Layout, Wait};
 
-use crate::copies::Copies;
-use crate::detached::{DropDetached, OwnStream};
+use crate::copies::CopyContext;
+use crate::detached::DropDetached;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::frame::Frame;
-use crate::loan::Loan;
+use crate::loan::{Loan, slot_of};
 use crate::metadata::Metadata;
 use crate::process::Home;
 use crate::slot::Slot;
-use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::wait::{Given, waiting};
 
 /// The limit for giving a job back that was never returned to Python.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// State shared by the leases of one worker or server.
-#[derive(Debug, Clone)]
-pub struct LeaseContext {
-    pub device: warpipe::Device,
-    /// The stream for results without a stream of their own.
-    pub stream: OwnStream,
-    pub copies: Arc<Copies>,
-    /// The limit for an answer, or for memory for one.
-    pub patience: Option<Duration>,
-}
 
 /// A job of a worker, or a request of a server, to be answered once: ``complete``, ``fail``,
 /// ``requeue`` or ``reject``. Its input is an array, lent as any ``Sample`` is, and given back with the
@@ -48,7 +36,7 @@ pub struct LeaseContext {
 #[derive(Debug)]
 pub struct Lease {
     home: Home,
-    context: LeaseContext,
+    context: CopyContext,
     /// `None` once it is answered.
     answer_handle: Mutex<Option<DropDetached<AnswerHandle>>>,
     /// The job's number, from 1.
@@ -109,7 +97,7 @@ impl Lease {
     pub fn new(
         py: Python<'_>,
         lease: warpipe::Lease,
-        context: &LeaseContext,
+        context: &CopyContext,
     ) -> PyResult<Py<Lease>> {
         let (metadata, queue_pid) = (lease.metadata().to_vec(), lease.queue_pid);
         let (input, answer_handle) = lease.split();
@@ -186,9 +174,7 @@ impl Lease {
         let goes_on = || lender().map(drop);
         let patience = self.context.patience;
         let loan = waiting(py, patience, goes_on, |wait| Ok(lend(layout, wait)?))?;
-        let mut slot = Slot::Work(DropDetached::new(loan));
-        slot.set_metadata(metadata)?;
-        Ok(slot)
+        Ok(Slot::of_work(loan, metadata)?)
     }
 
     /// The result, and the stream that completes it: nothing, a loan of `output`, or
@@ -200,56 +186,25 @@ impl Lease {
         stream: Given<'_, '_>,
     ) -> PyResult<LeaseAnswer> {
         let (py, lease) = (slf.py(), slf.get());
-        let LeaseContext {
-            device,
-            stream: own,
-            copies,
-            patience,
-        } = &lease.context;
+        let context = &lease.context;
+        let borrow = |layout: &Layout, metadata| lease.borrow(py, layout, metadata);
         let (slot, stream) = match tensor {
-            Some(tensor) if tensor.is_instance_of::<Loan>() => {
-                let loan = tensor.cast::<Loan>()?.get();
-                metadata.map_or(Ok(()), |it| loan.set_metadata(it))?;
-                loan.take_out(py, stream)?
-            }
-            Some(tensor) => {
-                let stream = Consumer::optional(py, device, stream)?;
-                let source = Wanted {
-                    device,
-                    stream: stream.as_ref(),
-                    own,
-                    packed: false,
-                    lasting: false,
-                }
-                .find(tensor)?;
-                let mut slot = lease.borrow(py, &source.layout, metadata)?;
-                let filled_on = copies.fill(py, &mut slot.target(None)?, source, own, *patience)?;
-                (slot, filled_on)
-            }
+            Some(tensor) => slot_of(py, context, tensor, metadata, stream, borrow)?,
             None => {
                 let lent = slf.as_super().get().lent()?;
                 if let Some(stream) = stream {
-                    lent.note(&Consumer::from_argument(py, device, stream)?);
+                    lent.note(&Consumer::from_argument(py, &context.device, stream)?);
                 }
                 let behind = lent.behind(py)?;
                 if metadata.is_none() {
                     return Ok(LeaseAnswer::Complete(None, behind));
                 }
-                (
-                    lease.borrow(py, &Layout::bytes_only(0).map_err(Fault::from)?, metadata)?,
-                    behind,
-                )
+                let nothing = Layout::bytes_only(0).map_err(Fault::from)?;
+                (lease.borrow(py, &nothing, metadata)?, behind)
             }
         };
-        match slot {
-            Slot::Work(output) => Ok(LeaseAnswer::Complete(Some(output.into_inner()), stream)),
-            Slot::Sample(_) => {
-                Err(
-                    Fault::argument("the loan", "a publisher's", "one of this lease's `output`")
-                        .into(),
-                )
-            }
-        }
+        let output = slot.into_work("one of this lease's `output`")?;
+        Ok(LeaseAnswer::Complete(Some(output), stream))
     }
 
     /// Logs why this attempt failed.
@@ -323,19 +278,7 @@ impl Lease {
     ) -> PyResult<Py<Output>> {
         let (py, lease) = (slf.py(), slf.get());
         let layout = dtype::layout(shape, dtype)?;
-        let LeaseContext {
-            device,
-            stream,
-            copies,
-            patience,
-        } = &lease.context;
-        let loan = Loan::new(
-            lease.borrow(py, &layout, metadata)?,
-            device,
-            stream,
-            copies,
-            *patience,
-        );
+        let loan = Loan::new(lease.borrow(py, &layout, metadata)?, &lease.context);
         Py::new(
             py,
             loan.add_subclass(Output {

@@ -1,19 +1,18 @@
 //! `_Leases`, the base of `Worker` and `Server`: takes jobs, or requests.
 
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::{Error, OptionalExtension, Wait};
 
 use crate::closeable::Closeable;
-use crate::copies::Copies;
+use crate::copies::CopyContext;
 use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, place};
 use crate::inbox::{Calls, Inbox};
-use crate::lease::{Lease, LeaseContext};
+use crate::lease::Lease;
 use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
 use crate::wait::{Given, Limit, SLICE, Timeout, optional, seconds, waiting};
@@ -52,7 +51,7 @@ pub struct Leases {
     inbox: Inbox<Source, Lease>,
     /// What a late wait has waited for, before the name.
     thing: &'static str,
-    context: LeaseContext,
+    context: CopyContext,
 }
 
 impl Leases {
@@ -126,12 +125,7 @@ impl Leases {
             let worker = waiting(py, wait.0, || Ok(()), attach)?;
             ("worker", "a job of", Source::Worker(worker))
         };
-        let context = LeaseContext {
-            device,
-            stream,
-            copies: Arc::new(Copies::default()),
-            patience,
-        };
+        let context = CopyContext::new(device, stream, patience);
         let calls = Calls {
             ring: Source::ring,
             take_back: Lease::return_all,
@@ -207,7 +201,7 @@ impl Leases {
     /// is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.inbox.close(py)?;
-        self.context.copies.settle(py, self.context.patience)
+        self.context.settle(py)
     }
 
     fn __iter__(slf: Py<Self>) -> Py<Self> {

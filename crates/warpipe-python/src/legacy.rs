@@ -65,11 +65,9 @@ impl LegacyHandle {
         let device = Device::or_preferred(device);
         let own = OwnStream::new(py, &device)?;
         let wanted = Wanted {
-            device: &device,
-            stream: None,
-            own: &own,
             packed: true,
             lasting: true,
+            ..Wanted::on(&device, &own)
         };
         let source = wanted.find(tensor)?;
         let (Found::Host(address, _) | Found::Device(address, ..)) = source.place else {

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use warpipe::Layout;
 
-use crate::copies::Copies;
-use crate::detached::{OwnStream, detached};
+use crate::copies::CopyContext;
+use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{LoanHolder, Memory, MemoryHolder};
 use crate::metadata::Metadata;
@@ -32,10 +33,8 @@ pub struct Loan {
     /// `None` once it is handed on or discarded, and while it is filled: no lock is held while the
     /// interpreter is released.
     open: Mutex<Option<Open>>,
-    /// The publisher's stream, if no array was made.
-    stream: OwnStream,
-    copies: Arc<Copies>,
-    block: Option<Duration>,
+    /// Its stream is the one of a loan that no array was made of.
+    context: CopyContext,
 }
 
 #[derive(Debug)]
@@ -46,32 +45,20 @@ struct Open {
 
 impl Loan {
     /// Wraps a loan.
-    pub fn new(
-        slot: Slot,
-        device: &warpipe::Device,
-        stream: &OwnStream,
-        copies: &Arc<Copies>,
-        block: Option<Duration>,
-    ) -> PyClassInitializer<Loan> {
+    pub fn new(slot: Slot, context: &CopyContext) -> PyClassInitializer<Loan> {
         let lease = Arc::new(LoanHolder::new(slot.hold()));
         let memory = Memory {
             layout: *slot.layout(),
             address: slot.ptr(),
             lowest: slot.slot_ptr(),
-            device: device.clone(),
+            device: context.device.clone(),
             read_only: false,
             hold: MemoryHolder::Loan(lease.clone()),
         };
-        let (owner, open) = (
-            Holding::new("the loan", None, memory),
-            Mutex::new(Some(Open { slot, lease })),
-        );
         let loan = Loan {
-            owner,
-            open,
-            stream: stream.clone(),
-            copies: copies.clone(),
-            block,
+            owner: Holding::new("the loan", None, memory),
+            open: Mutex::new(Some(Open { slot, lease })),
+            context: context.clone(),
         };
         Tensor::of(&loan.owner).add_subclass(loan)
     }
@@ -106,7 +93,7 @@ impl Loan {
 
     /// The limit for handing it on.
     pub fn patience(&self) -> Option<Duration> {
-        self.block
+        self.context.patience
     }
 
     fn take(&self) -> Outcome<Open> {
@@ -123,12 +110,33 @@ impl Loan {
         if let Some(consumer) = stream {
             lease.consumers.note(consumer);
         }
-        py.detach(|| lease.consumers.join(&self.stream))
+        py.detach(|| lease.consumers.join(&self.context.stream))
     }
 
     fn stream_of(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<Option<Consumer>> {
         Consumer::optional(py, &self.owner.device, stream)
     }
+}
+
+/// The memory that a tensor is handed on in, and the stream that completes it: a loan itself, or
+/// memory that `borrow` gives, with a copy.
+pub fn slot_of(
+    py: Python<'_>,
+    context: &CopyContext,
+    tensor: &Bound<'_, PyAny>,
+    metadata: Option<Metadata>,
+    stream: Given<'_, '_>,
+    borrow: impl FnOnce(&Layout, Option<Metadata>) -> PyResult<Slot>,
+) -> PyResult<(Slot, warpipe::Stream)> {
+    if let Ok(loan) = tensor.cast::<Loan>() {
+        metadata.map_or(Ok(()), |it| loan.get().set_metadata(it))?;
+        return loan.get().take_out(py, stream);
+    }
+    let stream = Consumer::optional(py, &context.device, stream)?;
+    let source = context.wanted(stream.as_ref()).find(tensor)?;
+    let mut slot = borrow(&source.layout, metadata)?;
+    let filled_on = context.fill(py, &mut slot.target(None)?, source)?;
+    Ok((slot, filled_on))
 }
 
 impl Drop for Loan {
@@ -138,7 +146,7 @@ impl Drop for Loan {
             return;
         };
         if self.owner.check().is_ok() {
-            detached(|| match lease.consumers.join(&self.stream) {
+            detached(|| match lease.consumers.join(&self.context.stream) {
                 // If it cannot be enqueued, the slot goes back all the same.
                 Ok(stream) => drop(slot.discard(&stream)),
                 // The device does not report when the work is done: the slot must not be used
@@ -215,14 +223,11 @@ impl Loan {
         name: Option<&str>,
         tensor: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let source = Wanted {
-            device: &self.owner.device,
-            stream: None,
-            own: &self.stream,
+        let wanted = Wanted {
             packed: true,
-            lasting: false,
-        }
-        .find(tensor)?;
+            ..self.context.wanted(None)
+        };
+        let source = wanted.find(tensor)?;
         // May have been taken meanwhile: no lock is held while the interpreter is released.
         let mut open = self.take()?;
         let fill = |slot: &mut Slot| {
@@ -231,8 +236,7 @@ impl Loan {
                 let said = format!("{:?} does not fit {:?}", source.layout, target.layout);
                 return Err(Fault::layout(said).into());
             }
-            self.copies
-                .fill(py, &mut target, source, &self.stream, self.block)
+            self.context.fill(py, &mut target, source)
         };
         let filled = fill(&mut open.slot);
         if let Ok(stream) = &filled {

@@ -9,7 +9,7 @@ use pyo3::types::PyMapping;
 use warpipe::{Layout, PeerState, Policy, SampleMut};
 
 use crate::closeable::Named;
-use crate::copies::Copies;
+use crate::copies::CopyContext;
 use crate::detached::{DropDetached, OwnStream, call};
 use crate::device::Device;
 use crate::domain::{Domain, place};
@@ -52,10 +52,9 @@ use crate::wait::{Given, Limit, optional, seconds, until, waiting};
 #[derive(Debug)]
 pub struct Publisher {
     handle: CloseableHandle<warpipe::Publisher>,
-    device: warpipe::Device,
+    /// Its limit is that of `send`'s wait for room.
+    context: CopyContext,
     pool: PublishedPool,
-    /// The stream for tensors without a stream of their own.
-    stream: OwnStream,
     /// The reaction to a subscriber that holds ``depth`` frames: ``"block"``, ``"drop_oldest"``,
     /// ``"drop_newest"`` or ``"fail"``.
     #[pyo3(get)]
@@ -66,13 +65,10 @@ pub struct Publisher {
     /// How many of the last frames a late subscriber gets first.
     #[pyo3(get)]
     history: u32,
-    /// The limit of `send`'s wait for room.
-    block: Option<Duration>,
     /// The limit of the whole wait: with a policy that does not wait for room, for another thread's
     /// send.
     patience: Option<Duration>,
     loan_timeout: Option<Duration>,
-    copies: Arc<Copies>,
 }
 
 /// Tensors to be sent, with their names if they are several.
@@ -148,9 +144,11 @@ impl Publisher {
     ) -> PyResult<Py<Outgoing>> {
         let mut slot = self.take(py, parts, several)?;
         slot.set_metadata(metadata)?;
-        let (device, stream) = (&self.device, &self.stream);
-        let loan = Loan::new(slot, device, stream, &self.copies, self.patience);
-        Outgoing::new(py, loan)
+        let context = CopyContext {
+            patience: self.patience,
+            ..self.context.clone()
+        };
+        Outgoing::new(py, Loan::new(slot, &context))
     }
 
     /// Copies tensors into a slot, and sends it.
@@ -165,11 +163,10 @@ impl Publisher {
         let mut slot = self.take(py, &layouts.collect::<Vec<_>>(), several)?;
         slot.set_metadata(metadata)?;
         // The slot stays behind the copies on each stream, whatever fails.
-        let mut last = (*self.stream).clone();
+        let mut last = (*self.context.stream).clone();
         for (name, source) in sources {
-            let (copies, own) = (&self.copies, &self.stream);
             let mut target = slot.target(several.then_some(name))?;
-            last = copies.fill(py, &mut target, source, own, self.block)?;
+            last = self.context.fill(py, &mut target, source)?;
         }
         dispatch(py, slot, &last, self.patience)
     }
@@ -213,7 +210,7 @@ impl Publisher {
         };
         let behind = py.detach(|| {
             let streams = readers.iter().map(|reader| reader.followed().cloned());
-            behind_all(streams.collect::<Outcome<_>>()?, &self.stream)
+            behind_all(streams.collect::<Outcome<_>>()?, &self.context.stream)
         })?;
         dispatch(py, Slot::Sample(loan), &behind, self.patience).map(Ok)
     }
@@ -290,15 +287,12 @@ impl Publisher {
         let handle = CloseableHandle::new("publisher", name, made)?;
         Ok(handle.named().add_subclass(Publisher {
             handle,
-            device,
-            stream,
+            context: CopyContext::new(device, stream, block),
             policy,
             depth,
             history,
-            block,
             patience,
             loan_timeout,
-            copies: Arc::default(),
             pool: PublishedPool::new(publications),
         }))
     }
@@ -306,13 +300,13 @@ impl Publisher {
     /// Its device.
     #[getter]
     fn device(&self) -> Device {
-        Device::of(&self.device)
+        Device::of(&self.context.device)
     }
 
     /// How many seconds ``send`` waits for room; None for no limit.
     #[getter]
     fn timeout(&self) -> Option<f64> {
-        self.block.map(|block| block.as_secs_f64())
+        self.context.patience.map(|block| block.as_secs_f64())
     }
 
     /// Copies a tensor into a slot and sends it to every subscriber. Returns its sequence number,
@@ -354,16 +348,13 @@ impl Publisher {
         zero_copy: ZeroCopy,
     ) -> PyResult<u64> {
         self.inner()?;
-        let stream = Consumer::optional(py, &self.device, stream)?;
+        let stream = Consumer::optional(py, &self.context.device, stream)?;
         let several = parts::items(tensor)?;
         let is_several = several.is_some();
         let find = |lasting| -> PyResult<Sources<'_>> {
             let wanted = Wanted {
-                device: &self.device,
-                stream: stream.as_ref(),
-                own: &self.stream,
-                packed: false,
                 lasting,
+                ..self.context.wanted(stream.as_ref())
             };
             match &several {
                 None => Ok(vec![("", wanted.find(tensor)?)]),
@@ -483,9 +474,9 @@ impl Publisher {
             // Which would keep tensors for subscribers to come.
             py.detach(|| Outcome::Ok(self.inner()?.end_history()?))?;
         }
-        until(py, self.block, || Ok(self.in_place_now()? == 0))?;
+        until(py, self.context.patience, || Ok(self.in_place_now()? == 0))?;
         py.detach(|| self.pool.clear());
         self.handle.close(py)?;
-        self.copies.settle(py, self.block)
+        self.context.settle(py)
     }
 }

@@ -20,6 +20,21 @@ pub enum Slot {
 }
 
 impl Slot {
+    /// A queue's, or a worker's, with its metadata.
+    pub fn of_work(loan: warpipe::Loan, metadata: Option<Metadata>) -> Outcome<Slot> {
+        let mut slot = Slot::Work(DropDetached::new(loan));
+        slot.set_metadata(metadata)?;
+        Ok(slot)
+    }
+
+    /// The loan of a queue, or a worker; `owner` is for the error.
+    pub fn into_work(self, owner: &str) -> Outcome<warpipe::Loan> {
+        match self {
+            Slot::Work(loan) => Ok(loan.into_inner()),
+            Slot::Sample(_) => Err(Fault::argument("the loan", "a publisher's", owner)),
+        }
+    }
+
     pub fn layout(&self) -> &Layout {
         match self {
             Slot::Sample(sample) => sample.layout(),

@@ -84,7 +84,18 @@ pub struct Wanted<'a> {
     pub lasting: bool,
 }
 
-impl Wanted<'_> {
+impl<'a> Wanted<'a> {
+    /// Any tensor of a device, or of the host, to be copied.
+    pub fn on(device: &'a warpipe::Device, own: &'a warpipe::Stream) -> Wanted<'a> {
+        Wanted {
+            device,
+            stream: None,
+            own,
+            packed: false,
+            lasting: false,
+        }
+    }
+
     /// Finds the tensor behind `found`.
     pub fn find(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
         if let Ok(bytes) = found.cast::<PyBytes>() {
@@ -186,12 +197,7 @@ impl Wanted<'_> {
     }
 
     fn of_dlpack(self, found: &Bound<'_, PyAny>, must_keep: bool) -> PyResult<Source> {
-        let Wanted {
-            device,
-            stream,
-            own,
-            ..
-        } = self;
+        let (device, stream, own) = (self.device, self.stream, self.own);
         let said = found.call_method0("__dlpack_device__")?;
         let (device_type, device_id) = said.extract().map_err(|_| {
             Fault::Own(
@@ -248,12 +254,7 @@ impl Wanted<'_> {
         found: &Bound<'_, PyAny>,
         interface: &Bound<'_, PyDict>,
     ) -> PyResult<Source> {
-        let Wanted {
-            device,
-            stream,
-            own,
-            ..
-        } = self;
+        let (device, stream, own) = (self.device, self.stream, self.own);
         if !is_cuda(device) {
             return Err(elsewhere("cuda:0", device));
         }

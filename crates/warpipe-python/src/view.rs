@@ -164,11 +164,9 @@ impl View {
             None => py.detach(|| owner.stream().cloned())?,
         };
         let wanted = Wanted {
-            device: &self.tensor.device,
             stream: consumer.as_ref(),
-            own: &own,
             packed: true,
-            lasting: false,
+            ..Wanted::on(&self.tensor.device, &own)
         };
         let source = wanted.find(tensor)?;
         if source.layout != self.tensor.layout {

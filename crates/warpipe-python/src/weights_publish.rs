@@ -321,11 +321,9 @@ impl<'py> Search<'_, 'py> {
             return Ok((memory.layout, Place::View(memory)));
         }
         let wanted = |packed, lasting| Wanted {
-            device: self.device,
-            stream: None,
-            own: self.own,
             packed,
             lasting,
+            ..Wanted::on(self.device, self.own)
         };
         let find = |wanted: Wanted<'_>| match &self.torch {
             Some(torch) => match wanted.of_plain_torch(torch, object)? {
