@@ -35,43 +35,36 @@ trait Managed: Sized {
     unsafe fn delete(tensor: NonNull<Self>);
 }
 
-impl Managed for DLManagedTensorVersioned {
-    const NAME: &'static CStr = c"dltensor_versioned";
-    const USED: &'static CStr = c"used_dltensor_versioned";
+macro_rules! managed {
+    ($structure:ty, $name:expr, $used:expr, $import:ident) => {
+        impl Managed for $structure {
+            const NAME: &'static CStr = $name;
+            const USED: &'static CStr = $used;
 
-    unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal> {
-        // SAFETY: the caller's promise.
-        unsafe { Imported::from_versioned(tensor) }
-    }
+            unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal> {
+                // SAFETY: the caller's promise.
+                unsafe { Imported::$import(tensor) }
+            }
 
-    unsafe fn delete(tensor: NonNull<Self>) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            if let Some(deleter) = (*tensor.as_ptr()).deleter {
-                deleter(tensor.as_ptr());
+            unsafe fn delete(tensor: NonNull<Self>) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    if let Some(deleter) = (*tensor.as_ptr()).deleter {
+                        deleter(tensor.as_ptr());
+                    }
+                }
             }
         }
-    }
+    };
 }
 
-impl Managed for DLManagedTensor {
-    const NAME: &'static CStr = c"dltensor";
-    const USED: &'static CStr = c"used_dltensor";
-
-    unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal> {
-        // SAFETY: the caller's promise.
-        unsafe { Imported::from_legacy(tensor) }
-    }
-
-    unsafe fn delete(tensor: NonNull<Self>) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            if let Some(deleter) = (*tensor.as_ptr()).deleter {
-                deleter(tensor.as_ptr());
-            }
-        }
-    }
-}
+managed!(DLManagedTensor, c"dltensor", c"used_dltensor", from_legacy);
+managed!(
+    DLManagedTensorVersioned,
+    c"dltensor_versioned",
+    c"used_dltensor_versioned",
+    from_versioned
+);
 
 /// The type and number of a device, as `__dlpack_device__` says them.
 pub fn device_of(device: &warpipe::Device) -> (i32, i32) {

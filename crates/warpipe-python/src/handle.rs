@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use warpipe::{Error, Wait};
 
 use crate::closeable::{Closeable, Named};
-use crate::detached::DropDetached;
+use crate::detached::{DropDetached, detached};
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable};
 use crate::process::Home;
@@ -49,10 +49,14 @@ impl<T: Send> CloseableHandle<T> {
 
     /// The library's handle.
     pub fn get(&self) -> Outcome<Arc<DropDetached<T>>> {
-        self.home.check()?;
-        self.inner
-            .get()
+        self.open()?
             .ok_or_else(|| Fault::closed(self.what, &self.name))
+    }
+
+    /// The library's handle; `None` once it is closed.
+    pub fn open(&self) -> Outcome<Option<Arc<DropDetached<T>>>> {
+        self.home.check()?;
+        Ok(self.inner.get())
     }
 
     /// A call of the library that waits at most `limit`, and until it is closed.
@@ -109,8 +113,7 @@ impl<T: Send> CloseableHandle<T> {
 
     /// Whether it has been closed.
     pub fn is_closed(&self) -> Outcome<bool> {
-        self.home.check()?;
-        Ok(self.inner.get().is_none())
+        Ok(self.open()?.is_none())
     }
 
     /// Drops it without its graceful end, which would wait for an event that does not come.
@@ -118,6 +121,22 @@ impl<T: Send> CloseableHandle<T> {
         self.home.check()?;
         std::mem::forget(self.inner.take());
         Ok(())
+    }
+
+    /// An error in a forked child.
+    pub fn check(&self) -> Outcome<()> {
+        self.home.check()
+    }
+
+    /// Closes it when its owner is dropped.
+    pub fn end(&self)
+    where
+        T: Sync,
+    {
+        if self.home.is_here() {
+            let inner = self.inner.take();
+            detached(|| drop(inner));
+        }
     }
 
     /// Closes it, without the interpreter: the drop may have to wait a moment.

@@ -12,13 +12,12 @@ use warpipe::{Error, Layout, QueueWatch, StateFault, SubmitError, Wait};
 
 use crate::closeable::Closeable;
 use crate::copies::CopyContext;
-use crate::detached::{DropDetached, OwnStream, detached};
+use crate::detached::{DropDetached, OwnStream};
 use crate::device::Device;
 use crate::errors::{Fault, Outcome};
-use crate::interpreter_exit::{self, Closable};
+use crate::handle::CloseableHandle;
 use crate::loan::{Loan, slot_of};
 use crate::metadata::Metadata;
-use crate::process::Home;
 use crate::slot::Slot;
 use crate::wait::{Given, Limit, waiting};
 
@@ -129,7 +128,6 @@ struct Cancelled {
 /// Submits jobs and receives results.
 #[derive(Debug)]
 pub struct JobEndpoint {
-    home: Home,
     kind: &'static str,
     pub name: String,
     pub context: CopyContext,
@@ -137,7 +135,7 @@ pub struct JobEndpoint {
     is_shut: AtomicBool,
     cancelled: Mutex<Cancelled>,
     cancelled_changed: Condvar,
-    end: Arc<Closable<QueueOrClient>>,
+    handle: CloseableHandle<QueueOrClient>,
 }
 
 impl JobEndpoint {
@@ -150,10 +148,8 @@ impl JobEndpoint {
         patience: Option<Duration>,
         end: QueueOrClient,
     ) -> PyResult<Arc<JobEndpoint>> {
-        let end = Arc::new(Closable::new(end));
-        interpreter_exit::close_at_exit(&end)?;
+        let handle = CloseableHandle::new(kind, name, end)?;
         Ok(Arc::new(JobEndpoint {
-            home: Home::here(),
             kind,
             name: name.to_owned(),
             context: CopyContext::new(device.clone(), OwnStream::new(py, device)?, patience),
@@ -161,27 +157,26 @@ impl JobEndpoint {
             is_shut: AtomicBool::new(false),
             cancelled: Mutex::default(),
             cancelled_changed: Condvar::new(),
-            end,
+            handle,
         }))
     }
 
     /// The endpoint while it is open. Look it up anew for each slice of a wait: then closing ends
     /// the wait.
     pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
-        self.home.check()?;
-        self.end
-            .get()
+        self.handle
+            .open()?
             .ok_or_else(|| Error::State(StateFault::QueueClosed(self.name.clone())).into())
     }
 
     /// An error in a forked child.
     pub fn check(&self) -> Outcome<()> {
-        self.home.check()
+        self.handle.check()
     }
 
     /// The base of the class that holds it.
     pub fn base(&self) -> PyClassInitializer<Closeable> {
-        Closeable::of(&self.end)
+        self.handle.base()
     }
 
     /// Marks the endpoint as shut: `results()` may end from now on.
@@ -264,18 +259,13 @@ impl JobEndpoint {
 
     /// Closes it. Returns at once if it is closed already.
     pub fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check()?;
-        let end = self.end.take();
-        py.detach(|| drop(end));
+        self.handle.close(py)?;
         self.context.settle(py)
     }
 
     /// Closes it and ignores the error: no caller is left to get it.
     pub fn abandon(&self) {
-        if self.home.is_here() {
-            let end = self.end.take();
-            detached(|| drop(end));
-        }
+        self.handle.end();
     }
 
     fn borrow(

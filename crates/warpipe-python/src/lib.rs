@@ -39,7 +39,9 @@
 //!
 //! Names and texts of queues, clients, workers and servers are in `python/warpipe/_queue.py`, over
 //! `jobs` and `leases`. What calls Python alone is in Python, too, and set on the classes at import:
-//! `_arrays.py`, `_members.py`, `weights.py`. Iterations are native, and a method in Python returns
+//! `_arrays.py`, `_futures.py`, `_members.py`, `_objects.py`, `weights.py`. So are the words for what
+//! cannot be sent, and names: `_devices.py`, `_dtypes.py`, `_metadata.py`, `_tensors.py`. Iterations
+//! are native, and a method in Python returns
 //! at once what a native wait gave it: a signal's handler that runs in between would lose that.
 //!
 //! A new part of the library becomes a module here, a line in `register`, and its classes in
@@ -123,53 +125,27 @@ fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     testing::register(module)
 }
 
+/// Adds classes to a module.
+macro_rules! add_classes {
+    ($module:ident: $($class:path),* $(,)?) => {
+        $($module.add_class::<$class>()?;)*
+    };
+}
+
 fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<device::Device>()?;
-    module.add_class::<domain::Domain>()?;
-    module.add_class::<stream::Stream>()?;
-    module.add_class::<tensor::Tensor>()?;
-    module.add_class::<tensor::Held>()?;
-    module.add_class::<closeable::Closeable>()?;
-    module.add_class::<closeable::Named>()?;
-    module.add_class::<publisher::Publisher>()?;
-    module.add_class::<loan::Loan>()?;
-    module.add_class::<outgoing::Outgoing>()?;
-    module.add_class::<subscriber::Subscriber>()?;
-    module.add_class::<frame::Frame>()?;
-    module.add_class::<parts::Part>()?;
-    module.add_class::<parts::FrameParts>()?;
-    module.add_class::<timeline::Timeline>()?;
-    module.add_class::<kernel_ring::KernelRing>()?;
-    module.add_class::<event::Event>()?;
-    module.add_class::<event::EventHandle>()?;
-    module.add_class::<event::Recording>()?;
-    module.add_class::<semaphore::Semaphore>()?;
-    module.add_class::<semaphore::Permit>()?;
-    module.add_class::<members::Member>()?;
-    module.add_class::<members::Members>()?;
-    module.add_class::<view::View>()?;
-    module.add_class::<shared_memory::Memory>()?;
-    module.add_class::<shared_memory::Published>()?;
-    module.add_class::<shared_memory::SharedMemory>()?;
-    module.add_class::<ticket::Ticket>()?;
-    module.add_class::<legacy::LegacyHandle>()?;
-    module.add_class::<legacy::LegacyMemory>()?;
-    module.add_class::<pool::Pool>()?;
-    module.add_class::<pool::Buffer>()?;
-    module.add_class::<pool::PoolClient>()?;
-    module.add_class::<pool::LentBuffer>()?;
-    module.add_class::<jobs::Jobs>()?;
-    module.add_class::<future::Future>()?;
-    module.add_class::<future::JobHandle>()?;
-    module.add_class::<job::Result>()?;
-    module.add_class::<job::Results>()?;
-    module.add_class::<job::Watch>()?;
-    module.add_class::<leases::Leases>()?;
-    module.add_class::<lease::Lease>()?;
-    module.add_class::<lease::Output>()?;
-    module.add_class::<future::Pending>()?;
+    add_classes!(module:
+        device::Device, domain::Domain, stream::Stream, tensor::Tensor, tensor::Held,
+        closeable::Closeable, closeable::Named, publisher::Publisher, loan::Loan,
+        outgoing::Outgoing, subscriber::Subscriber, frame::Frame, parts::Part, parts::FrameParts,
+        timeline::Timeline, kernel_ring::KernelRing, event::Event, event::EventHandle,
+        event::Recording, semaphore::Semaphore, semaphore::Permit, members::Member,
+        members::Members, view::View, shared_memory::Memory, shared_memory::Published,
+        shared_memory::SharedMemory, ticket::Ticket, legacy::LegacyHandle, legacy::LegacyMemory,
+        pool::Pool, pool::Buffer, pool::PoolClient, pool::LentBuffer, jobs::Jobs, future::Future,
+        future::JobHandle, job::Result, job::Results, job::Watch, leases::Leases, lease::Lease,
+        lease::Output, future::Pending, weights_watch::Watch
+    );
     module.add_function(wrap_pyfunction!(wait::_check_seconds, module)?)?;
     allocations::register(module)?;
-    weights::register(module)?;
-    module.add_class::<weights_watch::Watch>()
+    weights::register(module)
 }

@@ -114,10 +114,8 @@ impl Publisher {
 
     /// How many tensors that were sent where they lie are kept.
     fn in_place_now(&self) -> Outcome<usize> {
-        Ok(match self.handle.is_closed()? {
-            true => 0,
-            false => self.inner()?.in_place()?,
-        })
+        let open = self.handle.open()?;
+        open.map_or(Ok(0), |publisher| Ok(publisher.in_place()?))
     }
 
     /// A slot, waiting for one up to the loan's timeout: for several tensors by their names, or for
@@ -470,9 +468,9 @@ impl Publisher {
     /// Waits, as long as ``send`` waits for room, for tensors that were sent with ``zero_copy``;
     /// those that are still read after that are kept until they are not.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        if !self.handle.is_closed()? {
+        if let Some(open) = self.handle.open()? {
             // Which would keep tensors for subscribers to come.
-            py.detach(|| Outcome::Ok(self.inner()?.end_history()?))?;
+            call(py, move || open.end_history())?;
         }
         until(py, self.context.patience, || Ok(self.in_place_now()? == 0))?;
         py.detach(|| self.pool.clear());

@@ -105,7 +105,7 @@ impl<'a> Wanted<'a> {
             return Source::bytes(bytes.to_vec());
         }
         if found.is_instance_of::<PyType>() {
-            return Err(no_tensor(found)?.into());
+            return Err(refusal(found, None));
         }
         let prepared = prepared(found)?;
         if !prepared.is(found) {
@@ -141,7 +141,7 @@ impl<'a> Wanted<'a> {
         if found.hasattr("__array__")? {
             return self.of_numpy(found);
         }
-        Err(no_tensor(found)?.into())
+        Err(refusal(found, None))
     }
 
     /// Of memory of this package, where the caller named a stream: read in its order, also on the
@@ -362,16 +362,18 @@ impl Source {
     }
 }
 
-fn no_tensor(found: &Bound<'_, PyAny>) -> PyResult<Fault> {
-    let said = match found.cast::<PyType>() {
-        Ok(class) => format!("the class {} is no tensor", class.name()?),
-        Err(_) => format!(
-            "a {} is no tensor that can be sent",
-            found.get_type().name()?
-        ),
-    };
-    let next = "give something with __dlpack__ or an array interface, for example numpy.asarray(it), or bytes";
-    Ok(Fault::Own("NotATensorError", format!("{said}; {next}")))
+/// Why an object is not sent, after the error of its own `__dlpack__` if it has one. Interrupts are
+/// what they were.
+fn refusal(found: &Bound<'_, PyAny>, error: Option<PyErr>) -> PyErr {
+    let py = found.py();
+    match error {
+        Some(error) if !error.is_instance_of::<PyException>(py) => error,
+        error => {
+            let module = py.import("warpipe._tensors");
+            let refused = module.and_then(|module| module.call_method1("refusal", (found, error)));
+            refused.map_or_else(|error| error, PyErr::from_value)
+        }
+    }
 }
 
 /// What others read of a tensor of PyTorch's: see `_tensors.py`.
@@ -411,24 +413,7 @@ fn capsule<'py>(found: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bo
         }
         other => other,
     };
-    capsule.map_err(|error| refused_by_owner(found, error))
-}
-
-/// The error of a tensor that its own framework does not export. Interrupts are what they were.
-fn refused_by_owner(found: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
-    let py = found.py();
-    if !error.is_instance_of::<PyException>(py) {
-        return error;
-    }
-    let class = (found.get_type().qualname()).map_or_else(|_| "tensor".into(), |it| it.to_string());
-    let refused = PyErr::from(Fault::Own(
-        "ExportError",
-        format!(
-            "its own __dlpack__ does not hand the {class} out: {error}; give a plain copy of it"
-        ),
-    ));
-    refused.set_cause(py, Some(error));
-    refused
+    capsule.map_err(|error| refusal(found, Some(error)))
 }
 
 /// The stream to read a GPU's tensor on, and whether it is its framework's current one: the named

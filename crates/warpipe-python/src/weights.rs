@@ -206,13 +206,16 @@ pub struct SharedWeights {
 impl SharedWeights {
     /// As the base of another version.
     pub fn as_base(&self) -> Outcome<weights::BaseVersion> {
-        let owner = self.handle.get()?;
-        Ok(weights::BaseVersion::from(&weights_of(&owner)))
+        Ok(weights::BaseVersion::from(&self.now()?))
+    }
+
+    /// The version that lies in the memory now.
+    fn now(&self) -> Outcome<weights::SharedWeights> {
+        Ok(weights_of(&**self.handle.get()?))
     }
 
     fn find<R>(&self, name: &str, read: impl FnOnce(&TensorInfo) -> R) -> PyResult<R> {
-        let owner = self.handle.get()?;
-        let found = weights_of(&owner).tensor_info(name).map(read);
+        let found = self.now()?.tensor_info(name).map(read);
         found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))
     }
 }
@@ -239,8 +242,7 @@ impl SharedWeights {
     ///
     /// Raises ``ClosedError``.
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let owner = self.handle.get()?;
-        let weights = weights_of(&owner);
+        let weights = self.now()?;
         PyList::new(py, weights.tensors().iter().map(|tensor| &*tensor.name))
     }
 
@@ -270,8 +272,7 @@ impl SharedWeights {
     /// Raises ``ClosedError``.
     #[getter]
     fn hash(&self) -> PyResult<&'static str> {
-        let owner = self.handle.get()?;
-        Ok(weights_of(&owner).info().hashing.name())
+        Ok(self.now()?.info().hashing.name())
     }
 
     /// Whether each tensor had a content hash when these weights were opened.
@@ -279,14 +280,12 @@ impl SharedWeights {
     /// Raises ``ClosedError``.
     #[getter]
     fn is_hashed(&self) -> PyResult<bool> {
-        let owner = self.handle.get()?;
-        Ok(weights_of(&owner).info().is_hashed)
+        Ok(self.now()?.info().is_hashed)
     }
 
     /// What the publisher gave with the version, as JSON; empty if it gave nothing.
     fn _metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let owner = self.handle.get()?;
-        Ok(PyBytes::new(py, weights_of(&owner).info().metadata))
+        Ok(PyBytes::new(py, self.now()?.info().metadata))
     }
 
     fn __getitem__(&self, py: Python<'_>, name: &str) -> PyResult<Py<View>> {
@@ -315,8 +314,7 @@ impl SharedWeights {
     }
 
     fn __len__(&self) -> PyResult<usize> {
-        let owner = self.handle.get()?;
-        Ok(weights_of(&owner).tensors().len())
+        Ok(self.now()?.tensors().len())
     }
 
     /// Opens the next version of the same name on the same device, waiting for it up to ``timeout``

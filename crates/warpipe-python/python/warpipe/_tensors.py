@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import Any
 
-from ._errors import DTypeError, Error, NotATensorError
+from ._errors import DTypeError, Error, ExportError, NotATensorError
 
 
 def prepared(tensor: Any) -> Any:
@@ -98,6 +98,19 @@ def _refused(tensor: Any) -> str | None:
     if str(tensor.layout) != "torch.strided":
         return f"has the layout {tensor.layout}; give its to_dense(), or the tensors that it consists of"
     return None
+
+
+def refusal(found: Any, error: Exception | None) -> Exception:
+    """Why an object is not sent: it is no tensor, or its own ``__dlpack__`` raised this error."""
+    if error is not None:
+        said = f"its own __dlpack__ does not hand the {type(found).__qualname__} out: {error}; give a plain copy of it"
+        refused = ExportError(said)
+        refused.__cause__ = error
+        return refused
+    said = f"the class {found.__name__} is" if isinstance(found, type) else f"a {type(found).__name__} is"
+    said = f"{said} no tensor" if isinstance(found, type) else f"{said} no tensor that can be sent"
+    step = "give something with __dlpack__ or an array interface, for example numpy.asarray(it), or bytes"
+    return NotATensorError(f"{said}; {step}")
 
 
 def is_lazy(tensor: Any) -> bool:
