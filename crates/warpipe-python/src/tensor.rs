@@ -265,8 +265,8 @@ impl Tensor {
     /// stream is given from then on comes before the memory is handed on, or goes back.
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-    fn torch<'py>(slf: &Bound<'py, Tensor>) -> PyResult<Bound<'py, PyAny>> {
-        crate::torch::tensor(slf, &slf.get().owner.memory()?)
+    fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        crate::torch::tensor(py, &self.owner.memory()?)
     }
 
     /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream;

@@ -103,8 +103,8 @@ def _refused(tensor: Any) -> str | None:
 def refusal(found: Any, error: Exception | None) -> Exception:
     """Why an object is not sent: it is no tensor, or its own ``__dlpack__`` raised this error."""
     if error is not None:
-        said = f"its own __dlpack__ does not hand the {type(found).__qualname__} out: {error}; give a plain copy of it"
-        refused = ExportError(said)
+        said = f"its own __dlpack__ does not hand the {type(found).__qualname__} out: {type(error).__name__}: {error}"
+        refused = ExportError(f"{said}; give a plain copy of it")
         refused.__cause__ = error
         return refused
     said = f"the class {found.__name__} is" if isinstance(found, type) else f"a {type(found).__name__} is"
