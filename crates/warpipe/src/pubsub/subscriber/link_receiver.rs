@@ -159,8 +159,8 @@ impl LinkReceiver {
                     }
                     return Ok(Some(sample));
                 }
-                // It is lost.
-                Ok(false) => {}
+                // It is lost, and needs no memory.
+                Ok(false) => self.opened.clear(),
                 Err(error) => {
                     self.taken = Some(taken);
                     return Err(error);
