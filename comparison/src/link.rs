@@ -178,7 +178,7 @@ pub struct OurConsumer {
 impl OurConsumer {
     pub fn new(domain: &Domain, name: &str, wait: Wait) -> anyhow::Result<OurConsumer> {
         let device = Device::host();
-        let subscriber = Subscriber::wait_for(name, SubscriberOptions { spin: Duration::ZERO, ..SubscriberOptions::at(domain, &device) }, PATIENCE)?;
+        let subscriber = Subscriber::open(name, SubscriberOptions { spin: Duration::ZERO, ..SubscriberOptions::at(domain, &device) }, PATIENCE)?;
         let stream = device.stream()?;
         Ok(OurConsumer {
             subscriber,

@@ -111,7 +111,8 @@ fn names(threads: &HashMap<String, Vec<String>>) -> Vec<String> {
 fn child() {
     let (domain, device) = (Domain::from_environment().unwrap(), Device::host());
     let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device)).unwrap();
-    let mut subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device)).unwrap();
+    let mut subscriber =
+        Subscriber::open("a", SubscriberOptions::at(&domain, &device), Duration::ZERO).unwrap();
     let (sending, receiving) = (device.stream().unwrap(), device.stream().unwrap());
     publisher.send_bytes(&sending, b"one").unwrap();
     publisher
@@ -124,12 +125,13 @@ fn child() {
     assert_eq!(first.to_vec(LIMIT).unwrap(), b"one");
     second.finish(LIMIT).unwrap();
     let queue = Queue::new("jobs", QueueOptions::at(&domain, &device)).unwrap();
-    let mut worker = Worker::new("jobs", WorkerOptions::at(&domain, &device)).unwrap();
+    let mut worker =
+        Worker::open("jobs", WorkerOptions::at(&domain, &device), Duration::ZERO).unwrap();
     let job = queue.submit_bytes(b"three", &sending).unwrap();
     worker
         .lease(&receiving, LIMIT)
         .unwrap()
-        .complete(&receiving)
+        .complete(None, &receiving)
         .unwrap();
     job.wait(&sending, LIMIT).unwrap().finish().unwrap();
     match state() {

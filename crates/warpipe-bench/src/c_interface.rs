@@ -76,8 +76,11 @@ impl Rust {
             ..PublisherOptions::at(&setup.domain, &setup.device)
         };
         let publisher = Publisher::new(name, options)?;
-        let subscriber =
-            Subscriber::new(name, SubscriberOptions::at(&setup.domain, &setup.device))?;
+        let subscriber = Subscriber::open(
+            name,
+            SubscriberOptions::at(&setup.domain, &setup.device),
+            std::time::Duration::ZERO,
+        )?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         Ok(Rust {
             stream: setup.device.stream()?,

@@ -377,7 +377,7 @@ fn publisher_once_free(options: PublisherOptions) -> anyhow::Result<Publisher> {
 
 fn subscriber(place: &BenchDomain) -> anyhow::Result<Subscriber> {
     let (device, domain) = place.open()?;
-    Ok(Subscriber::wait_for(
+    Ok(Subscriber::open(
         NAME,
         SubscriberOptions::at(&domain, &device),
         PATIENCE,

@@ -238,7 +238,11 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let words = Words::open(&device, control.receive_fd()?, 2 * terms.subscribers)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let memory = Memory::import(&device, control.receive_fd()?, bytes, owner)?;
-    let subscriber = Subscriber::new(NAME, SubscriberOptions::at(&domain, &device))?;
+    let subscriber = Subscriber::open(
+        NAME,
+        SubscriberOptions::at(&domain, &device),
+        std::time::Duration::ZERO,
+    )?;
     let errors = Words::create(&device, 1)?;
     let stream = device.stream()?;
     let mut sink = Sink {

@@ -176,7 +176,7 @@ fn read(terms: &Terms, mut ring: Ring<'_>, device: &Device, domain: &Domain) -> 
         spin: SPIN,
         ..SubscriberOptions::at(domain, device)
     };
-    let mut subscriber = Subscriber::new(NAME, options)?;
+    let mut subscriber = Subscriber::open(NAME, options, Duration::ZERO)?;
     let stream = device.stream()?;
     for _ in 0..=terms.rounds {
         for item in 0..terms.items {

@@ -205,7 +205,7 @@ pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Resul
     } else {
         5_000
     };
-    Ok(Subscriber::wait_for(
+    Ok(Subscriber::open(
         name,
         SubscriberOptions {
             spin: std::time::Duration::from_micros(spin),

@@ -58,7 +58,11 @@ pub fn sleep(place: &BenchDomain, control: &Control) -> anyhow::Result<()> {
         )?;
         Ok(())
     })?;
-    let mut subscriber = Subscriber::new(NAME, SubscriberOptions::at(&domain, &device))?;
+    let mut subscriber = Subscriber::open(
+        NAME,
+        SubscriberOptions::at(&domain, &device),
+        Duration::ZERO,
+    )?;
     let waiting = percent(|| match subscriber.receive(&stream, wait) {
         Err(Error::Timeout { .. }) => Ok(()),
         other => anyhow::bail!("{other:?} instead of nothing"),

@@ -194,14 +194,14 @@ fn answer(
             unsafe {
                 warpipe_kernels::scale(&stream, output.slot_ptr(), lease.slot_ptr(), FLOATS, 0.5)
             }?;
-            lease.complete_with(output, &stream)?;
+            lease.complete(output, &stream)?;
         }
     }
     Ok(stream.synchronize(PATIENCE)?)
 }
 
 fn worker(queue: &str, domain: &Domain, device: &Device) -> anyhow::Result<Worker> {
-    Ok(Worker::wait_for(
+    Ok(Worker::open(
         queue,
         WorkerOptions {
             answer_timeout: PATIENCE,
@@ -277,7 +277,7 @@ fn work(place: &BenchDomain) -> anyhow::Result<()> {
         match worker.lease(&stream, PATIENCE) {
             Ok(lease) => {
                 warpipe_kernels::spin(&stream, JOB)?;
-                lease.complete(&stream)?;
+                lease.complete(None, &stream)?;
             }
             Err(Error::PeerGone { .. }) => return Ok(stream.synchronize(PATIENCE)?),
             Err(error) => return Err(error.into()),

@@ -206,7 +206,7 @@ fn subscriber(
     } else {
         Duration::from_millis(1)
     };
-    Ok(Subscriber::wait_for(
+    Ok(Subscriber::open(
         name,
         SubscriberOptions {
             spin,

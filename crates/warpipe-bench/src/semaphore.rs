@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use warpipe::{Access, Device, DeviceId, Domain, OpenOptions, Semaphore, SemaphoreOptions, Stream};
+use warpipe::{Access, CreateOptions, Device, DeviceId, Domain, OpenOptions, Semaphore, Stream};
 use warpipe_bench::raw::{Memory, SharedMemory};
 use warpipe_testkit::figure::{Figure, Wanted};
 
@@ -45,11 +45,8 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 fn uncontended(setup: &Setup) -> anyhow::Result<Figure> {
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(&setup.domain, &setup.device)
-    };
-    let _creator = Semaphore::new(NAME, options)?;
+    let options = CreateOptions::at(&setup.domain, &setup.device);
+    let _creator = Semaphore::new(NAME, 1, options)?;
     let member = Semaphore::open(
         NAME,
         OpenOptions::at(&setup.domain, &setup.device),
@@ -106,13 +103,7 @@ fn handed_over(setup: &Setup) -> anyhow::Result<Figure> {
         trips: setup.times(2_000) as u64,
         spins: setup.times(40) as u64,
     };
-    let _creator = Semaphore::new(
-        NAME,
-        SemaphoreOptions {
-            permits: 1,
-            ..SemaphoreOptions::at(&setup.domain, &setup.device)
-        },
-    )?;
+    let _creator = Semaphore::new(NAME, 1, CreateOptions::at(&setup.domain, &setup.device))?;
     let (flag, board) = (
         Memory::allocate(&setup.device, 8)?,
         SharedMemory::create(1)?,

@@ -114,7 +114,13 @@ impl SendBench {
             ..PublisherOptions::at(domain, device)
         };
         let publisher = Publisher::new(NAME, options)?;
-        let subscriber = |_| Subscriber::new(NAME, SubscriberOptions::at(domain, device));
+        let subscriber = |_| {
+            Subscriber::open(
+                NAME,
+                SubscriberOptions::at(domain, device),
+                std::time::Duration::ZERO,
+            )
+        };
         let subscribers = (0..subscribers)
             .map(subscriber)
             .collect::<warpipe::Result<Vec<_>>>()?;

@@ -144,7 +144,11 @@ impl Pair {
             ..PublisherOptions::at(domain, device)
         };
         let publisher = Publisher::new(name, options)?;
-        let subscriber = Subscriber::new(name, SubscriberOptions::at(domain, device))?;
+        let subscriber = Subscriber::open(
+            name,
+            SubscriberOptions::at(domain, device),
+            std::time::Duration::ZERO,
+        )?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         let mut pair = Pair {
             stream: device.stream()?,

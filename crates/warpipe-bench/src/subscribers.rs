@@ -218,7 +218,11 @@ pub fn live(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let before = footprint()?;
     for _ in 0..terms.subscribers {
         let start = Instant::now();
-        let subscriber = Subscriber::new(NAME, SubscriberOptions::at(&domain, &device))?;
+        let subscriber = Subscriber::open(
+            NAME,
+            SubscriberOptions::at(&domain, &device),
+            Duration::ZERO,
+        )?;
         ns.push(start.elapsed().as_nanos() as u64);
         subscribers.push(subscriber);
     }

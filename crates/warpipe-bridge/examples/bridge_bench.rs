@@ -399,7 +399,7 @@ fn receive_all(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let items = zenoh.declare_subscriber(KEY).wait();
     let items = items.map_err(|e| anyhow!("{e}"))?;
     let attach = |name: &str, domain: &Path| {
-        Subscriber::wait_for(
+        Subscriber::open(
             name,
             SubscriberOptions::at(&Domain::at(domain)?, &device),
             PATIENCE,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use warpipe::{
-    DeviceKind, Error as Local, ErrorKind, Layout, Loss, Part, Sample, Stream, Subscriber,
+    DeviceKind, Error as Local, ErrorKind, Layout, Loss, Sample, Stream, Subscriber,
     SubscriberOptions,
 };
 
@@ -102,9 +102,10 @@ impl Export {
 
     fn export(&self) -> Result<End> {
         let device = &self.options.device;
-        let mut subscriber = Subscriber::new(
+        let mut subscriber = Subscriber::open(
             &self.name,
             SubscriberOptions::at(&self.options.domain, device),
+            Duration::ZERO,
         )?;
         let generation = subscriber.publisher_source().unwrap_or_default();
         let (name, lane) = (self.name.clone(), self.sender.lane);
@@ -413,17 +414,17 @@ fn layout_of(sample: &Sample) -> warpipe::Result<Layout> {
     if sample.parts().is_empty() {
         return Ok(*sample.layout());
     }
-    let (_, bytes) = warpipe::lay_out_parts(sample.parts().iter().map(Part::layout))?;
+    let (_, bytes) = warpipe::lay_out_parts(sample.parts().iter().map(|part| &part.layout))?;
     Layout::bytes_only(bytes)
 }
 
 /// The bytes of several complete tensors, of which some do not lie in their slot.
 fn gathered(sample: &Sample) -> Result<Content<'static>> {
-    let layouts = sample.parts().iter().map(Part::layout);
+    let layouts = sample.parts().iter().map(|part| &part.layout);
     let (offsets, bytes) = warpipe::lay_out_parts(layouts)?;
     let mut slot = vec![0; bytes as usize];
     for (part, offset) in sample.parts().iter().zip(offsets) {
-        let bytes = sample.part_to_vec(part.name(), Duration::ZERO)?;
+        let bytes = sample.part_to_vec(&part.name, Duration::ZERO)?;
         slot[offset as usize..][..bytes.len()].copy_from_slice(&bytes);
     }
     Ok(Content::Host(slot.into()))

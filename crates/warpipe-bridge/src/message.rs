@@ -199,7 +199,7 @@ impl Tensor {
 
     /// Says that its bytes are these tensors'.
     pub(crate) fn with_several(mut self, parts: &[warpipe::Part]) -> Tensor {
-        let described = |part: &warpipe::Part| (part.name().to_owned(), Shape::new(part.layout()));
+        let described = |part: &warpipe::Part| (part.name.to_string(), Shape::new(&part.layout));
         self.several = parts.iter().map(described).collect();
         self
     }

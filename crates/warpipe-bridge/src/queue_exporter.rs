@@ -233,13 +233,14 @@ impl QueueExport {
     }
 
     fn worker(&self) -> Result<Worker> {
-        let worker = Worker::new(
+        let worker = Worker::open(
             &self.name,
             WorkerOptions {
                 memory_limit: self.options.memory_limit,
                 answer_timeout: SLICE,
                 ..WorkerOptions::at(&self.options.domain, &self.options.device)
             },
+            Duration::ZERO,
         )?;
         Ok(worker)
     }

@@ -3,7 +3,7 @@
 
 use std::ffi::{c_char, c_void};
 
-use warpipe::{AllocationClient, AllocationServer, AllocationServerOptions, Device};
+use warpipe::{Access, AllocationClient, AllocationServer, CreateOptions, Device};
 
 use crate::arguments::{out, text, timeout};
 use crate::call::{make, make_of, read};
@@ -60,9 +60,10 @@ pub unsafe extern "C" fn warpipe_allocation_server_create(
 ) -> warpipe_status {
     let create = || {
         let streams = streams_of(device)?;
-        let options = AllocationServerOptions {
+        let options = CreateOptions {
             domain: domain_of(domain)?,
             device: Some(streams.device().clone()),
+            ..CreateOptions::default()
         };
         // SAFETY: the caller's promise.
         let object = AllocationServer::new(unsafe { text("name", name) }?, options)?;
@@ -108,8 +109,9 @@ pub unsafe extern "C" fn warpipe_allocation_server_share(
         let found = handle::find(server)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { found.streams.get(stream) }?;
+        let (server, access) = (&found.object, Access::ReadWrite);
         // SAFETY: the caller's promise.
-        number.put(unsafe { found.object.share(&stream, data, bytes, Box::new(owner)) }?);
+        number.put(unsafe { server.share(&stream, data, bytes, access, Box::new(owner)) }?);
         Ok(())
     })
 }

@@ -447,7 +447,7 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
             handshake_timeout: time(options.handshake_timeout_ns, default.handshake_timeout),
             orphan_timeout: time(options.orphan_timeout_ns, default.orphan_timeout),
         };
-        Ok(Subscriber::wait_for(name, options, wait)?)
+        Ok(Subscriber::open(name, options, wait)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("subscriber", subscriber, options, open) }

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{Device, Event, EventHandle, EventOptions, Recording, Stream};
+use warpipe::{CreateOptions, Device, Event, EventHandle, Recording, Stream};
 
 use crate::arguments::{admitted, put_text, put_unless_null, text, timeout};
 use crate::call::{call, call_on, make, read};
@@ -58,7 +58,7 @@ pub unsafe extern "C" fn warpipe_event_create(
     let build = |options: &warpipe_event_options, device: &Device| {
         // SAFETY: the caller's promise.
         let (allow_uids, allow_gids) = unsafe { admitted!(options) };
-        Ok(Event::new(EventOptions {
+        Ok(Event::new(CreateOptions {
             domain: domain_of(options.domain)?,
             device: Some(device.clone()),
             allow_uids,

@@ -228,10 +228,9 @@ pub unsafe extern "C" fn warpipe_members_open(
     let build = || {
         // SAFETY: the caller's promise.
         let options = unsafe { self::options(options) }?;
-        let keeps_files = flag("options->keeps_files", options.keeps_files)?;
         Ok(Members::new(MembersOptions {
             domain: domain_of(options.domain)?,
-            clean: !keeps_files,
+            keep_files: flag("options->keeps_files", options.keeps_files)?,
         })?)
     };
     // SAFETY: the caller's promise.

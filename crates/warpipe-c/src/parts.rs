@@ -39,11 +39,11 @@ pub struct warpipe_part {
 impl warpipe_part {
     fn of(part: &Part) -> warpipe_part {
         warpipe_part {
-            name: fixed(part.name()),
-            layout: warpipe_layout::of(part.layout()),
-            data: part.ptr(),
-            slot: part.slot_ptr(),
-            is_in_place: part.is_in_place(),
+            name: fixed(&part.name),
+            layout: warpipe_layout::of(&part.layout),
+            data: part.ptr,
+            slot: part.slot_ptr,
+            is_in_place: part.is_in_place,
         }
     }
 

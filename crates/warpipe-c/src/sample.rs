@@ -97,7 +97,7 @@ impl From<JobResult> for Received {
             job: result.job,
             attempt: result.attempt,
             pid: result.worker_pid,
-            ..Received::from(result.into_sample())
+            ..Received::from(result.sample)
         }
     }
 }

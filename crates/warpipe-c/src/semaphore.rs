@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_void};
 
-use warpipe::{Device, Semaphore, SemaphoreOptions, Stream};
+use warpipe::{CreateOptions, Device, Semaphore, Stream};
 
 use crate::arguments::{admitted, number, text, timeout};
 use crate::call::{make_beside, make_on, read};
@@ -81,14 +81,14 @@ pub unsafe extern "C" fn warpipe_semaphore_create(
     let build = |options: &warpipe_semaphore_options, device: &Device| {
         // SAFETY: the caller's promises.
         let (name, (allow_uids, allow_gids)) = unsafe { (text("name", name)?, admitted!(options)) };
-        let options = SemaphoreOptions {
+        let permits = number(options.permits, 1);
+        let options = CreateOptions {
             domain: domain_of(options.domain)?,
             device: Some(device.clone()),
-            permits: number(options.permits, 1),
             allow_uids,
             allow_gids,
         };
-        Ok(Semaphore::new(name, options)?)
+        Ok(Semaphore::new(name, permits, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("semaphore", semaphore, options, build) }

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{Device, Stream, Timeline, TimelineOptions};
+use warpipe::{CreateOptions, Device, Stream, Timeline};
 
 use crate::arguments::{admitted, text, timeout};
 use crate::call::{call, call_on, read};
@@ -66,7 +66,7 @@ pub unsafe extern "C" fn warpipe_timeline_create(
     let build = |options: &warpipe_timeline_options, device: &Device| {
         // SAFETY: the caller's promises.
         let (name, (allow_uids, allow_gids)) = unsafe { (text("name", name)?, admitted!(options)) };
-        let options = TimelineOptions {
+        let options = CreateOptions {
             domain: domain_of(options.domain)?,
             device: Some(device.clone()),
             allow_uids,

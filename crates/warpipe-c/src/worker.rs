@@ -73,7 +73,7 @@ pub unsafe extern "C" fn warpipe_worker_open(
         };
         Ok(Answering {
             answer_timeout: options.answer_timeout,
-            endpoint: Worker::wait_for(queue, options, wait)?,
+            endpoint: Worker::open(queue, options, wait)?,
         })
     };
     // SAFETY: the caller's promises.

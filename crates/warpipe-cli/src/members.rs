@@ -24,7 +24,7 @@ pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
         }
     };
     let options = MembersOptions {
-        clean: false,
+        keep_files: true,
         ..MembersOptions::at(&domain)
     };
     let members = Members::new(options)?;

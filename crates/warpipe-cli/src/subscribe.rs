@@ -52,7 +52,7 @@ fn subscribe(
     use HandshakeFault::{Closed, Silent};
     let domain = Domain::from_environment()?;
     let subscribe = || {
-        Subscriber::wait_for(
+        Subscriber::open(
             &args.name,
             SubscriberOptions {
                 reconnect: args.reconnect,

@@ -88,7 +88,7 @@ fn publisher(domain: &Domain) -> Publisher {
 }
 
 fn subscriber(domain: &Domain) -> Subscriber {
-    Subscriber::wait_for(
+    Subscriber::open(
         "camera/front",
         SubscriberOptions {
             reconnect: true,
@@ -270,7 +270,7 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
     .concat();
     let first = pair.near.start(&arguments);
     let _bridges = (pair.exporter(&[]), pair.importer(&[]));
-    let mut once = Subscriber::wait_for(
+    let mut once = Subscriber::open(
         "camera/front",
         SubscriberOptions::at(&far, &Device::host()),
         LONG,
@@ -300,7 +300,7 @@ fn a_killed_exporter_proves_nothing_the_publisher_there_goes_on_and_what_is_miss
     let publisher = publisher(&near);
     let exporter = pair.exporter(&[]);
     let mut importer = pair.importer(&["--json"]);
-    let mut once = Subscriber::wait_for(
+    let mut once = Subscriber::open(
         "camera/front",
         SubscriberOptions::at(&far, &Device::host()),
         LONG,
@@ -330,7 +330,7 @@ fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_whe
     let publisher = publisher(&near);
     let exporter = pair.exporter(&[]);
     let mut importer = pair.importer(&["--json"]);
-    let mut once = Subscriber::wait_for(
+    let mut once = Subscriber::open(
         "camera/front",
         SubscriberOptions::at(&far, &Device::host()),
         LONG,
@@ -366,7 +366,7 @@ fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
     let publisher = Publisher::new("camera/front", options).unwrap();
     let patient = ["--link-timeout", "600"];
     let (exporter, _importer) = (pair.exporter(&patient), pair.importer(&patient));
-    let mut once = Subscriber::wait_for(
+    let mut once = Subscriber::open(
         "camera/front",
         SubscriberOptions::at(&far, &Device::host()),
         LONG,
@@ -476,7 +476,7 @@ fn a_link_that_is_silent_is_unreachable_and_no_publisher_there_is_told_of_a_deat
     let publisher = publisher(&near);
     let exporter = pair.exporter(&["--link-timeout", "1"]);
     let mut importer = pair.importer(&["--link-timeout", "1", "--json"]);
-    let mut once = Subscriber::wait_for(
+    let mut once = Subscriber::open(
         "camera/front",
         SubscriberOptions::at(&far, &Device::host()),
         LONG,
@@ -588,7 +588,7 @@ fn with_fail_a_slow_receiver_loses_its_publisher_and_the_source_goes_on() {
     .unwrap();
     let mut exporter = pair.exporter(&["--policy", "fail", "--json"]);
     let _importer = pair.importer(&["--depth", "2"]);
-    let mut slow = Subscriber::wait_for(
+    let mut slow = Subscriber::open(
         "camera/front",
         SubscriberOptions::at(&far, &Device::host()),
         LONG,
@@ -706,7 +706,7 @@ fn a_name_that_is_taken_is_published_under_its_machine() {
     let (near, far) = pair.domains();
     let [source, _taken] = [&near, &far].map(publisher);
     let _bridges = (pair.exporter(&[]), pair.importer(&[]));
-    let mut subscriber = Subscriber::wait_for(
+    let mut subscriber = Subscriber::open(
         "remote/near/camera/front",
         SubscriberOptions::at(&far, &Device::host()),
         LONG,

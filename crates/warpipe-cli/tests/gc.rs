@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 use support::World;
-use warpipe::{Device, Domain, Publisher, PublisherOptions, Timeline, TimelineOptions};
+use warpipe::{CreateOptions, Device, Domain, Publisher, PublisherOptions, Timeline};
 
 /// Set for the process that a test starts to own names.
 const DOMAIN: &str = "WARPIPE_TEST_OWNER_IN";
@@ -60,7 +60,7 @@ fn an_owner_of_names() {
     let folder = PathBuf::from(std::env::var_os(DOMAIN).expect("started by another test"));
     let domain = Domain::at(&folder).unwrap();
     let device = Device::host();
-    let build = |name: &str| Timeline::new(name, TimelineOptions::at(&domain, &device));
+    let build = |name: &str| Timeline::new(name, CreateOptions::at(&domain, &device));
     let _owned: Vec<_> = NAMES.iter().map(|name| build(name).unwrap()).collect();
     fs::write(folder.with_extension(READY), "").unwrap();
     loop {

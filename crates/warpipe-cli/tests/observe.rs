@@ -378,8 +378,12 @@ fn metrics_are_served_beside_many_silent_clients() {
     let device = Device::host();
     let publisher =
         Publisher::new("camera/metrics", PublisherOptions::at(&domain, &device)).unwrap();
-    let _subscriber =
-        Subscriber::new("camera/metrics", SubscriberOptions::at(&domain, &device)).unwrap();
+    let _subscriber = Subscriber::open(
+        "camera/metrics",
+        SubscriberOptions::at(&domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap();
     publisher
         .send_bytes(&device.stream().unwrap(), &[1; 100])
         .unwrap();

@@ -552,7 +552,7 @@ fn a_version_on_another_device_than_the_chosen_one_is_not_taken_over() {
         (&"files".into(), &2.into()),
         "{ready}"
     );
-    assert_eq!(weights.version(), 1);
+    assert_eq!(weights.info().version, 1);
     second.signal(Signal::TERM);
     second.end();
 

@@ -33,7 +33,7 @@ fn a_reader() {
         )
     });
     match opened {
-        Ok(weights) => println!("outcome: version {}", weights.version()),
+        Ok(weights) => println!("outcome: version {}", weights.info().version),
         Err(error) => println!("outcome: {error:?}"),
     }
 }

@@ -9,8 +9,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 use warpipe::{
-    Client, ClientOptions, Device, Domain, Event, EventOptions, Publisher, PublisherOptions, Queue,
-    QueueOptions, Server, ServerOptions, Stream, Subscriber, SubscriberOptions, Worker,
+    Client, ClientOptions, CreateOptions, Device, Domain, Event, Publisher, PublisherOptions,
+    Queue, QueueOptions, Server, ServerOptions, Stream, Subscriber, SubscriberOptions, Worker,
     WorkerOptions,
 };
 use warpipe_testkit::{Rng, eventually, pick};
@@ -143,15 +143,18 @@ impl Context {
             .join(format!("warm-up-{}", std::process::id()));
         let domain = Domain::at(&folder)?;
         let publisher = Publisher::new("warm-up", PublisherOptions::at(&domain, &self.device))?;
-        let mut subscriber =
-            Subscriber::new("warm-up", SubscriberOptions::at(&domain, &self.device))?;
+        let mut subscriber = Subscriber::open(
+            "warm-up",
+            SubscriberOptions::at(&domain, &self.device),
+            Duration::ZERO,
+        )?;
         let stream = self.stream()?;
         Payload::of(64, 1).send(&publisher, &stream)?;
         let wrong =
             ErrorCounters::new(&self.device)?.finish(subscriber.receive(&stream, PATIENCE)?)?;
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
         // The driver opens a file for the first interprocess event, and keeps it.
-        drop(Event::new(EventOptions::at(&domain, &self.device))?);
+        drop(Event::new(CreateOptions::at(&domain, &self.device))?);
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
         let is_idle = || self.device.backend().bytes_held() == 0 && !crate::guard::has_streams();
@@ -173,9 +176,13 @@ impl Context {
     /// A subscriber of this case's domain and device.
     ///
     /// # Errors
-    /// Those of [`Subscriber::new`].
+    /// Those of [`Subscriber::open`].
     pub fn subscriber(&self, name: &str) -> warpipe::Result<Subscriber> {
-        Subscriber::new(name, SubscriberOptions::at(&self.domain, &self.device))
+        Subscriber::open(
+            name,
+            SubscriberOptions::at(&self.domain, &self.device),
+            Duration::ZERO,
+        )
     }
 
     /// A queue of this case's domain and device.
@@ -197,9 +204,9 @@ impl Context {
     /// A worker of this case's domain and device.
     ///
     /// # Errors
-    /// Those of [`Worker::new`].
+    /// Those of [`Worker::open`].
     pub fn worker(&self, queue: &str) -> warpipe::Result<Worker> {
-        Worker::new(queue, self.worker_options())
+        Worker::open(queue, self.worker_options(), Duration::ZERO)
     }
 
     /// The options of a worker of this case's domain and device.

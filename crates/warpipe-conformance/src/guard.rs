@@ -90,7 +90,7 @@ impl<'a> PublisherGuard<'a> {
         PublisherGuard {
             publisher,
             domain,
-            memory: publisher.memory_in_use().0,
+            memory: publisher.stats().map_or(0, |it| it.memory_bytes),
             guard,
         }
     }
@@ -101,7 +101,8 @@ impl<'a> PublisherGuard<'a> {
     /// # Errors
     /// As [`Guard::settles`]; memory of more than twice the limit.
     pub fn settles(&mut self) -> Result<()> {
-        let (memory, limit) = self.publisher.memory_in_use();
+        let stats = self.publisher.stats()?;
+        let (memory, limit) = (stats.memory_bytes, stats.memory_limit);
         ensure!(
             memory <= 2 * limit,
             "{memory} bytes with a limit of {limit}"

@@ -72,7 +72,15 @@ impl ForeignMemory {
     pub fn share(self, server: &AllocationServer, stream: &Stream, seed: u64) -> Result<u64> {
         let (ptr, bytes) = self.fill(stream, seed)?;
         // SAFETY: the memory is freed by the owner's drop.
-        let number = unsafe { server.share(stream, ptr, bytes, Box::new(self)) }?;
+        let number = unsafe {
+            server.share(
+                stream,
+                ptr,
+                bytes,
+                warpipe::Access::ReadWrite,
+                Box::new(self),
+            )
+        }?;
         stream.synchronize(PATIENCE)?;
         Ok(number)
     }
@@ -80,7 +88,7 @@ impl ForeignMemory {
     /// As [`share`](Self::share), for reading alone.
     ///
     /// # Errors
-    /// Those of the device and of [`AllocationServer::share_read_only`].
+    /// Those of the device and of [`AllocationServer::share`].
     pub fn share_read_only(
         self,
         server: &AllocationServer,
@@ -91,7 +99,7 @@ impl ForeignMemory {
         // A refusal frees the memory.
         stream.synchronize(PATIENCE)?;
         // SAFETY: the memory is freed by the owner's drop.
-        Ok(unsafe { server.share_read_only(stream, ptr, bytes, Box::new(self)) }?)
+        Ok(unsafe { server.share(stream, ptr, bytes, warpipe::Access::Read, Box::new(self)) }?)
     }
 
     fn fill(&self, stream: &Stream, seed: u64) -> Result<(DevicePtr, u64)> {
@@ -144,7 +152,15 @@ impl SharedPieces {
         // SAFETY: the words lie in the segment, which outlives its shares.
         unsafe { fill_words(stream, ptr, words, seed, late)? };
         // SAFETY: as above.
-        Ok(unsafe { server.share(stream, ptr, 8 * words, Box::new(())) }?)
+        Ok(unsafe {
+            server.share(
+                stream,
+                ptr,
+                8 * words,
+                warpipe::Access::ReadWrite,
+                Box::new(()),
+            )
+        }?)
     }
 }
 
@@ -167,7 +183,8 @@ pub fn range_refused(
     bytes: u64,
 ) -> Result<()> {
     // SAFETY: it is refused, or withdrawn unopened.
-    let shared = unsafe { server.share(stream, ptr, bytes, Box::new(())) };
+    let shared =
+        unsafe { server.share(stream, ptr, bytes, warpipe::Access::ReadWrite, Box::new(())) };
     ensure!(
         matches!(
             shared,

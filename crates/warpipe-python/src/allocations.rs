@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 use pyo3::prelude::*;
-use warpipe::Wait;
+use warpipe::{Access, Wait};
 
 use crate::closeable::{Closeable, Named};
 use crate::detached::call;
@@ -39,7 +39,7 @@ impl AllocationServer {
     ) -> PyResult<PyClassInitializer<AllocationServer>> {
         let (domain, device) = place(domain, Some(device))?;
         let build = || {
-            let options = warpipe::AllocationServerOptions::at(&domain, &device);
+            let options = warpipe::CreateOptions::at(&domain, &device);
             warpipe::AllocationServer::new(name, options)
         };
         let server = call(py, build)?;
@@ -78,12 +78,12 @@ impl AllocationServer {
                 Some(stream) => stream,
                 None => server.device().stream()?,
             };
-            if torch_allocator::has(address) {
-                // SAFETY: as below.
-                return Ok(unsafe { server.share_read_only(&stream, address, nbytes, owner) }?);
-            }
+            let access = match torch_allocator::has(address) {
+                true => Access::Read,
+                false => Access::ReadWrite,
+            };
             // SAFETY: the caller of this private class passes the object that keeps the memory.
-            Ok(unsafe { server.share(&stream, address, nbytes, owner) }?)
+            Ok(unsafe { server.share(&stream, address, nbytes, access, owner) }?)
         };
         Ok(py.detach(share)?)
     }

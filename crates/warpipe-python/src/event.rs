@@ -146,10 +146,10 @@ impl Event {
     ) -> PyResult<Py<Event>> {
         let (domain, device) = place(domain, device)?;
         let made = call(py, || {
-            warpipe::Event::new(warpipe::EventOptions {
+            warpipe::Event::new(warpipe::CreateOptions {
                 allow_uids,
                 allow_gids,
-                ..warpipe::EventOptions::at(&domain, &device)
+                ..warpipe::CreateOptions::at(&domain, &device)
             })
         })?;
         Event::new(py, made)

@@ -77,7 +77,7 @@ impl Result {
             worker_pid: result.worker_pid,
         };
         let metadata = result.metadata().to_vec();
-        let frame = Frame::with_metadata(result.into_sample(), metadata, device, None);
+        let frame = Frame::with_metadata(result.sample, metadata, device, None);
         Py::new(py, frame.whole().add_subclass(ours))
     }
 }

@@ -207,8 +207,8 @@ impl Jobs {
 
     #[getter]
     fn _memory_in_use<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let used = py.detach(|| Outcome::Ok(self.endpoint.end()?.queue()?.memory_in_use()))?;
-        tuples::memory_use(py, used)
+        let state = py.detach(|| Outcome::Ok(self.endpoint.end()?.queue()?.state()?))?;
+        tuples::memory_use(py, (state.memory_bytes, state.memory_limit))
     }
 
     /// Closes it: workers are notified, and waits for outcomes end with an error. Received results

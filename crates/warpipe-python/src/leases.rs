@@ -121,7 +121,7 @@ impl Leases {
                 spin: spin.unwrap_or(default.spin),
                 ..default
             };
-            let attach = |wait: Wait<'_>| Ok(warpipe::Worker::wait_for(name, options, wait)?);
+            let attach = |wait: Wait<'_>| Ok(warpipe::Worker::open(name, options, wait)?);
             let worker = waiting(py, wait.0, || Ok(()), attach)?;
             ("worker", "a job of", Source::Worker(worker))
         };

@@ -142,7 +142,7 @@ impl Members {
     ) -> PyResult<Py<Members>> {
         let domain = Domain::or_usual(domain)?;
         let options = warpipe::MembersOptions {
-            clean,
+            keep_files: !clean,
             ..warpipe::MembersOptions::at(&domain)
         };
         let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();

@@ -78,7 +78,7 @@ impl OpenWeights {
             follower.take(&now, stream, timeout)?;
         }
         // Another thread may have taken this version meanwhile, or a later one.
-        let Some(next) = next.filter(|next| next.number() > now.version()) else {
+        let Some(next) = next.filter(|next| next.number() > now.info().version) else {
             return Ok(None);
         };
         let number = follower.take_held(next, stream, timeout)?;

@@ -31,12 +31,12 @@ impl Part {
         name: &str,
         loan: Option<&Arc<Holding>>,
     ) -> PyResult<Py<Part>> {
-        let part = parts.iter().find(|part| part.name() == name);
+        let part = parts.iter().find(|part| *part.name == *name);
         let part = part.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
         let memory = Memory {
-            layout: *part.layout(),
-            address: part.ptr(),
-            lowest: part.slot_ptr(),
+            layout: part.layout,
+            address: part.ptr,
+            lowest: part.slot_ptr,
             ..whole
         };
         let owner = Holding::part_of(loan, memory);
@@ -77,7 +77,7 @@ impl FrameParts {
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
-        PyTuple::new(py, self.parts.iter().map(warpipe::Part::name))?.try_iter()
+        PyTuple::new(py, self.parts.iter().map(|part| &*part.name))?.try_iter()
     }
 }
 
@@ -106,9 +106,9 @@ pub fn behind_all(streams: Vec<Stream>, own: &Stream) -> Outcome<Stream> {
 
 /// The bytes of a sample, or of one of its parts, that begin at this address.
 pub fn bytes_at(sample: &warpipe::Sample, lowest: u64, layout: &Layout) -> Outcome<Vec<u8>> {
-    let is_it = |part: &&warpipe::Part| part.slot_ptr() == lowest && part.layout() == layout;
+    let is_it = |part: &&warpipe::Part| part.slot_ptr == lowest && part.layout == *layout;
     Ok(match sample.parts().iter().find(is_it) {
-        Some(part) => sample.part_to_vec(part.name(), crate::wait::SLICE)?,
+        Some(part) => sample.part_to_vec(&part.name, crate::wait::SLICE)?,
         None => sample.to_vec(crate::wait::SLICE)?,
     })
 }

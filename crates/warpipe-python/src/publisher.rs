@@ -115,7 +115,7 @@ impl Publisher {
     /// How many tensors that were sent where they lie are kept.
     fn in_place_now(&self) -> Outcome<usize> {
         let open = self.handle.open()?;
-        open.map_or(Ok(0), |publisher| Ok(publisher.in_place()?))
+        open.map_or(Ok(0), |publisher| Ok(publisher.stats()?.in_place))
     }
 
     /// A slot, waiting for one up to the loan's timeout: for several tensors by their names, or for
@@ -459,8 +459,8 @@ impl Publisher {
     /// Raises ``ClosedError``.
     #[getter]
     fn memory_in_use<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let used = py.detach(|| Outcome::Ok(self.inner()?.memory_in_use()))?;
-        tuples::memory_use(py, used)
+        let stats = py.detach(|| Outcome::Ok(self.inner()?.stats()?))?;
+        tuples::memory_use(py, (stats.memory_bytes, stats.memory_limit))
     }
 
     /// Releases the name and closes gracefully. Sent frames can still be received. Closing twice is

@@ -150,13 +150,12 @@ impl Semaphore {
     ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = place(domain, device)?;
         let made = call(py, || {
-            let options = warpipe::SemaphoreOptions {
-                permits,
+            let options = warpipe::CreateOptions {
                 allow_uids,
                 allow_gids,
-                ..warpipe::SemaphoreOptions::at(&domain, &device)
+                ..warpipe::CreateOptions::at(&domain, &device)
             };
-            warpipe::Semaphore::new(name, options)
+            warpipe::Semaphore::new(name, permits, options)
         })?;
         Semaphore::new(py, name, made, device)
     }

@@ -83,7 +83,7 @@ impl Slot {
             (_, None) => (self.slot_ptr(), *self.layout()),
             (Slot::Sample(sample), Some(name)) => {
                 let part = sample.part(name).map_err(Fault::from)?;
-                (part.slot_ptr(), *part.layout())
+                (part.slot_ptr, part.layout)
             }
             (Slot::Work(_), Some(name)) => return Err(PyKeyError::new_err(name.to_owned())),
         };

@@ -109,7 +109,7 @@ impl Subscriber {
             ..default
         };
         let stream = stream_of(py, &device, stream)?;
-        let attach = |wait: Wait<'_>| Ok(warpipe::Subscriber::wait_for(name, options, wait)?);
+        let attach = |wait: Wait<'_>| Ok(warpipe::Subscriber::open(name, options, wait)?);
         let subscriber = waiting(py, wait.0, || Ok(()), attach)?;
         // A frame that was never returned to Python is released as any other.
         let calls = Calls {

@@ -67,10 +67,10 @@ impl Timeline {
     ) -> PyResult<Py<Timeline>> {
         let (domain, device) = place(domain, device)?;
         let made = call(py, || {
-            let options = warpipe::TimelineOptions {
+            let options = warpipe::CreateOptions {
                 allow_uids,
                 allow_gids,
-                ..warpipe::TimelineOptions::at(&domain, &device)
+                ..warpipe::CreateOptions::at(&domain, &device)
             };
             warpipe::Timeline::new(name, options)
         })?;

@@ -81,7 +81,7 @@ fn weights_of(owner: &MemoryOwner) -> weights::SharedWeights {
 /// interpreter.
 fn owner_of(domain: &Path, opened: weights::SharedWeights) -> Arc<MemoryOwner> {
     let is_same = |other: &weights::SharedWeights| {
-        other.name() == opened.name()
+        other.info().name == opened.info().name
             && other.device().info().id == opened.device().info().id
             && other.is_same(&opened)
     };
@@ -166,14 +166,14 @@ impl Version {
 
     /// Its number.
     pub fn number(&self) -> u64 {
-        weights_of(&self.owner).version()
+        weights_of(&self.owner).info().version
     }
 
     /// As a Python object.
     pub fn into_python(self, py: Python<'_>) -> PyResult<Bound<'_, SharedWeights>> {
         let Version { place, owner } = self;
         let weights = weights_of(&owner);
-        let (opened, nbytes) = (weights.version(), weights.info().bytes);
+        let (opened, nbytes) = (weights.info().version, weights.info().bytes);
         let name = place.name.clone();
         let object = |handle| SharedWeights {
             handle,
@@ -226,7 +226,7 @@ impl SharedWeights {
     #[getter]
     fn version(&self) -> u64 {
         match self.handle.get() {
-            Ok(owner) => weights_of(&owner).version(),
+            Ok(owner) => weights_of(&owner).info().version,
             // Closed: the one that was opened.
             Err(_) => self.opened,
         }

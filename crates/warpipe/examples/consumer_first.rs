@@ -1,8 +1,8 @@
 //! The consumer starts first: it can give up with a clear message, or wait.
 //!
-//! A subscriber is made from a name. While no publisher has that name, `Subscriber::new` fails at
-//! once, and `Subscriber::wait_for` after a timeout. A publisher that starts within that time is
-//! attached to at once; nothing polls for it.
+//! A subscriber is made from a name. While no publisher has that name, `Subscriber::open` fails when
+//! its wait is over. A publisher that starts within that time is attached to at once; nothing polls
+//! for it.
 //!
 //! ```text
 //! cargo run -p warpipe --example consumer_first                     # both processes
@@ -40,16 +40,16 @@ fn consume(
     stage: &Stage,
     start_producer: impl FnOnce() -> Outcome<Option<Actor>>,
 ) -> Outcome<String> {
-    give_up("at once", Subscriber::new(NAME, options(stage)))?;
-    let soon = Duration::from_millis(200);
     give_up(
-        "after 200 ms",
-        Subscriber::wait_for(NAME, options(stage), soon),
+        "at once",
+        Subscriber::open(NAME, options(stage), Duration::ZERO),
     )?;
+    let soon = Duration::from_millis(200);
+    give_up("after 200 ms", Subscriber::open(NAME, options(stage), soon))?;
 
     println!("waiting for somebody to publish {NAME:?}");
     let producer = start_producer()?;
-    let mut subscriber = Subscriber::wait_for(NAME, options(stage), PATIENCE)?;
+    let mut subscriber = Subscriber::open(NAME, options(stage), PATIENCE)?;
     let greeting = subscriber
         .receive(&stage.device.stream()?, PATIENCE)?
         .to_vec(PATIENCE)?;

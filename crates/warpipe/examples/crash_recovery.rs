@@ -207,9 +207,10 @@ impl Worker {
         ensure(joined.pid == actor.pid() as i32, || {
             format!("process {} is {name}", joined.pid)
         })?;
-        let frames = Subscriber::new(
+        let frames = Subscriber::open(
             frames_of(name).as_str(),
             SubscriberOptions::at(&stage.domain, &stage.device),
+            std::time::Duration::ZERO,
         )?;
         Ok(Worker {
             name: name.to_owned(),

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Error, Event, EventHandle, EventOptions, Loss, Memory, PublishOptions, StateFault, Ticket,
+    CreateOptions, Error, Event, EventHandle, Loss, Memory, PublishOptions, StateFault, Ticket,
 };
 
 const WORDS: u64 = 1 << 16;
@@ -44,7 +44,7 @@ fn main() -> ExitCode {
         _ => {
             // Before any stream waits: loading a kernel may have to wait for that stream.
             warpipe_kernels::preload(&stage.device)?;
-            let event = Event::new(EventOptions::at(&stage.domain, &stage.device))?;
+            let event = Event::new(CreateOptions::at(&stage.domain, &stage.device))?;
             record(stage, &event)?;
             lose(stage, &event)?;
             Ok(format!(

@@ -56,7 +56,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
 }
 
 fn consume(stage: &Stage) -> Outcome<String> {
-    let mut subscriber = Subscriber::wait_for(
+    let mut subscriber = Subscriber::open(
         NAME,
         SubscriberOptions::at(&stage.domain, &stage.device),
         PATIENCE,

@@ -156,7 +156,7 @@ impl Model {
                 warpipe_kernels::dense(stream, places[step + 1], places[step], rows, &layer)?
             };
         }
-        Ok(request.complete_with(output, stream)?)
+        Ok(request.complete(output, stream)?)
     }
 }
 

@@ -67,7 +67,7 @@ fn publisher(stage: &Stage, name: &str) -> Result<Publisher> {
 }
 
 fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> {
-    Subscriber::wait_for(
+    Subscriber::open(
         name,
         SubscriberOptions {
             reconnect,

@@ -74,7 +74,7 @@ fn send(stage: &Stage) -> Outcome<String> {
 }
 
 fn read(stage: &Stage) -> Outcome<String> {
-    let mut subscriber = Subscriber::wait_for(
+    let mut subscriber = Subscriber::open(
         NAME,
         SubscriberOptions::at(&stage.domain, &stage.device),
         PATIENCE,

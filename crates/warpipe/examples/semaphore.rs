@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Access, Device, Memory, OpenOptions, PublishOptions, Publisher, PublisherOptions, Semaphore,
-    SemaphoreOptions, SharedMemory, Stream, Subscriber, SubscriberOptions, Ticket,
+    Access, CreateOptions, Device, Memory, OpenOptions, PublishOptions, Publisher,
+    PublisherOptions, Semaphore, SharedMemory, Stream, Subscriber, SubscriberOptions, Ticket,
 };
 
 const PROCESSES: u64 = 6;
@@ -48,18 +48,9 @@ fn main() -> ExitCode {
 
 /// Owns the shared objects, in the memory of the first process.
 fn keep(stage: &Stage) -> Outcome<String> {
-    let options = SemaphoreOptions {
-        permits: PERMITS,
-        ..SemaphoreOptions::at(&stage.domain, &stage.device)
-    };
-    let _region = Semaphore::new("region", options)?;
-    let _turn = Semaphore::new(
-        "turn",
-        SemaphoreOptions {
-            permits: 1,
-            ..SemaphoreOptions::at(&stage.domain, &stage.device)
-        },
-    )?;
+    let options = CreateOptions::at(&stage.domain, &stage.device);
+    let _region = Semaphore::new("region", PERMITS, options)?;
+    let _turn = Semaphore::new("turn", 1, CreateOptions::at(&stage.domain, &stage.device))?;
     let numbers = Memory::allocate(&stage.device, BYTES)?;
     let counts = Memory::allocate(&Device::host(), Counts::BYTES)?;
     let publish = |memory: &Memory, name| {
@@ -118,7 +109,11 @@ fn take_part(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
     // Loaded now, and not behind a stream that waits for others.
     warpipe_kernels::preload(&stage.device)?;
-    let mut start = Subscriber::new("start", SubscriberOptions::at(&stage.domain, &stage.device))?;
+    let mut start = Subscriber::open(
+        "start",
+        SubscriberOptions::at(&stage.domain, &stage.device),
+        Duration::ZERO,
+    )?;
     start.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
 
     let is_with = stage.option("--without").is_none();

@@ -133,7 +133,7 @@ fn read(stage: &Stage) -> Outcome<String> {
     for (tensor, (name, _, _)) in TENSORS.iter().enumerate() {
         let shared = weights
             .tensor(name)
-            .ok_or_else(|| format!("version {} has no {name}", weights.version()))?;
+            .ok_or_else(|| format!("version {} has no {name}", weights.info().version))?;
         let found = match &stream {
             Some(stream) => {
                 let slice = slice_of(stream, &shared)?;
@@ -146,7 +146,7 @@ fn read(stage: &Stage) -> Outcome<String> {
             format!("{name} has wrong parameters")
         })?;
     }
-    Ok(format!("has version {}", weights.version()))
+    Ok(format!("has version {}", weights.info().version))
 }
 
 /// A shared tensor as a slice of cudarc. It is never dropped, as cudarc would free the memory, and

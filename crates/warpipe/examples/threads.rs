@@ -40,7 +40,7 @@ fn run(stage: &Stage) -> Outcome<String> {
         let readers: Vec<_> = (0..THREADS).map(|_| scope.spawn(|| read(stage))).collect();
         publisher.wait_for_subscribers(THREADS, PATIENCE)?;
         let written = write(stage, &publisher)?;
-        let memory = publisher.memory_in_use().0;
+        let memory = publisher.stats()?.memory_bytes;
         let seen: Result<Vec<Seen>> = readers
             .into_iter()
             .map(|reader| reader.join().expect("no panic"))
@@ -66,7 +66,7 @@ fn run(stage: &Stage) -> Outcome<String> {
             shifts.first().unwrap_or(&0)
         );
     }
-    let region = publisher.memory_in_use().0;
+    let region = publisher.stats()?.memory_bytes;
     ensure(memory == region, || {
         format!("the readers' end changed the memory from {memory} to {region} bytes")
     })?;
@@ -96,8 +96,11 @@ fn write(stage: &Stage, publisher: &Publisher) -> Result<Vec<u64>> {
 
 /// One thread: a subscriber and a stream of its own.
 fn read(stage: &Stage) -> Result<Seen> {
-    let mut subscriber =
-        Subscriber::new(NAME, SubscriberOptions::at(&stage.domain, &stage.device))?;
+    let mut subscriber = Subscriber::open(
+        NAME,
+        SubscriberOptions::at(&stage.domain, &stage.device),
+        std::time::Duration::ZERO,
+    )?;
     let stream = stage.device.stream()?;
     let mut seen = Seen::new();
     for number in 1..=FRAMES {

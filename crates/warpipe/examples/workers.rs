@@ -52,7 +52,7 @@ fn work(stage: &Stage) -> Outcome<String> {
         answer_timeout: PATIENCE,
         ..WorkerOptions::at(&stage.domain, &stage.device)
     };
-    let mut worker = Worker::wait_for(NAME, options, PATIENCE)?;
+    let mut worker = Worker::open(NAME, options, PATIENCE)?;
     let stream = stage.device.stream()?;
     let mut tasks = 0;
     loop {
@@ -79,7 +79,7 @@ fn work(stage: &Stage) -> Outcome<String> {
         };
         // At once: the answer takes effect when the device is done. So the stream always has a next
         // task.
-        task.complete_with(roots, &stream)?;
+        task.complete(roots, &stream)?;
         tasks += 1;
     }
 }

@@ -1,9 +1,10 @@
 //! `Debug` of types that hold more than a reader wants to see.
 
-/// Implements `Debug` that shows these fields and, behind `;`, what these methods return.
+/// Derives a `Debug` that shows these fields and, behind `;`, what these methods return.
 macro_rules! opaque_debug {
-    ($type:ident { $($field:ident),* $(; $($method:ident),*)? }) => {
-        impl std::fmt::Debug for $type {
+    ($type:ident $(<$life:lifetime>)? { $($field:ident),* $(; $($method:ident),*)? }) => {
+        #[automatically_derived]
+        impl std::fmt::Debug for $type $(<$life>)? {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.debug_struct(stringify!($type))
                     $(.field(stringify!($field), &self.$field))*

@@ -60,9 +60,10 @@ pub struct DeviceInfo {
 }
 
 /// The access of an importer to a region.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Access {
     /// Loads only; a store faults in the importer, enforced by the MMU.
+    #[default]
     Read,
     /// Loads and stores.
     ReadWrite,

@@ -383,14 +383,14 @@ fn entries(bytes: &[u8]) {
             }
             Head::Parts => {
                 let list = parts::read(metadata, description.slot, bytes);
-                let in_slot = |part: &&Part| !part.is_in_place();
+                let in_slot = |part: &&Part| !part.is_in_place;
                 for part in list
                     .iter()
                     .flat_map(|list| list.parts.iter().filter(in_slot))
                 {
-                    assert_promises(part.layout());
-                    let start = part.slot_ptr() - description.slot;
-                    assert!(start + part.layout().bytes() <= bytes);
+                    assert_promises(&part.layout);
+                    let start = part.slot_ptr - description.slot;
+                    assert!(start + part.layout.bytes() <= bytes);
                 }
             }
         }

@@ -1,7 +1,8 @@
 //! A kernel: PTX for a GPU, and the same function for the CPU.
 
 use std::ffi::CStr;
-use std::fmt;
+
+use crate::debug::opaque_debug;
 
 /// The arguments of a kernel's CPU version: those of the whole launch, once.
 #[derive(Debug, Clone, Copy)]
@@ -55,8 +56,4 @@ impl Kernel {
     }
 }
 
-impl fmt::Debug for Kernel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Kernel").field(&self.name).finish()
-    }
-}
+opaque_debug!(Kernel { name });

@@ -12,7 +12,8 @@
 //! let domain = Domain::at(&folder)?; // `PublisherOptions::default()` takes the environment's,
 //! let device = Device::host(); // and the first GPU, else the host
 //! let publisher = Publisher::new("tour", PublisherOptions::at(&domain, &device))?;
-//! let mut subscriber = Subscriber::new("tour", SubscriberOptions::at(&domain, &device))?;
+//! let options = SubscriberOptions::at(&domain, &device);
+//! let mut subscriber = Subscriber::open("tour", options, Duration::ZERO)?;
 //!
 //! let stream = device.stream()?;
 //! publisher.send_bytes(&stream, b"a tensor of seven and more")?;
@@ -153,9 +154,7 @@ pub mod verify;
 mod wait;
 pub mod weights;
 
-pub use allocations::{
-    AllocationClient, AllocationServer, AllocationServerOptions, AllocationStats,
-};
+pub use allocations::{AllocationClient, AllocationServer, AllocationStats};
 pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
 pub use error::{
@@ -173,14 +172,14 @@ pub use memory::legacy::{LegacyHandle, LegacyInfo, LegacyMemory};
 pub use memory::{
     DeviceSlice, Memory, MemoryInfo, PublishOptions, Published, SharedMemory, Ticket, TicketInfo,
 };
-pub use options::OpenOptions;
+pub use options::{CreateOptions, OpenOptions};
 pub use pool::{Buffer, Pool, PoolClient, PoolOptions, PoolStats, PoolUsage, Quota};
 #[doc(hidden)] // For the bridge.
 pub use pubsub::lay_out_parts;
 pub use pubsub::{
     Discontinuity, PART_NAME_BYTES_MAX, PARTS_MAX, Part, PeerCredentials, Policy,
-    PreviousPublisher, Publisher, PublisherInfo, PublisherOptions, Receipt, Sample, SampleInfo,
-    SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber, SubscriberInfo,
+    PreviousPublisher, Publisher, PublisherInfo, PublisherOptions, PublisherStats, Receipt, Sample,
+    SampleInfo, SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber, SubscriberInfo,
     SubscriberOptions,
 };
 pub use queue::{
@@ -193,9 +192,9 @@ pub use rings::{HostRing, KernelRing, KernelRingOptions, RingEnd, RingInfo};
 pub use rpc::{Client, ClientOptions, Pending, Server, ServerOptions};
 pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;
-pub use sync::event::{Event, EventHandle, EventOptions, Recording};
-pub use sync::semaphore::{Permit, Semaphore, SemaphoreOptions, SemaphoreState};
-pub use sync::timeline::{Timeline, TimelineOptions};
+pub use sync::event::{Event, EventHandle, Recording};
+pub use sync::semaphore::{Permit, Semaphore, SemaphoreState};
+pub use sync::timeline::Timeline;
 pub use tensor::{DType, Layout, RANK_MAX};
 pub use wait::{OptionalExtension, Wait};
 

@@ -1,5 +1,5 @@
 //! What the options of several endpoints have in common: the chosen domain and device, and the
-//! options to open an endpoint by its name.
+//! options to create an endpoint, or to open one by its name.
 
 use std::sync::Arc;
 
@@ -43,6 +43,33 @@ pub(crate) fn serve(
         kind,
     };
     IpcServer::open(&at, access, handler)
+}
+
+/// The options with which a [`Timeline`](crate::Timeline), an [`Event`](crate::Event), a
+/// [`Semaphore`](crate::Semaphore) or an [`AllocationServer`](crate::AllocationServer) is created.
+#[derive(Debug, Clone, Default)]
+pub struct CreateOptions {
+    /// The domain in which other processes find it; the environment's by default.
+    pub domain: Option<Domain>,
+    /// The device of its streams and memory; [`Device::preferred`] by default.
+    pub device: Option<Device>,
+    /// Admits these users beside this process's own. The domain directory must admit them, too.
+    /// The object's `new` says what an admitted user can do to it.
+    pub allow_uids: Vec<u32>,
+    /// Admits processes with one of these as their effective group. The kernel reports no
+    /// supplementary groups of a peer, so those do not count.
+    pub allow_gids: Vec<u32>,
+}
+
+impl CreateOptions {
+    /// The defaults, in this domain and on this device.
+    pub fn at(domain: &Domain, device: &Device) -> CreateOptions {
+        CreateOptions {
+            domain: Some(domain.clone()),
+            device: Some(device.clone()),
+            ..CreateOptions::default()
+        }
+    }
 }
 
 /// The options with which an endpoint of another process, or of this one, is opened by its name.

@@ -1,11 +1,11 @@
 //! How long a call may wait, and what else ends the wait.
 
 use std::cell::Cell;
-use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::backoff::Backoff;
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::mutex::LockUnpoisoned;
 
@@ -32,7 +32,8 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// # let stream = device.stream()?;
 ///
 /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-/// let mut subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
+/// let options = SubscriberOptions::at(&domain, &device);
+/// let mut subscriber = Subscriber::open("a", options, Duration::ZERO)?;
 /// assert!(subscriber.receive(&stream, Duration::ZERO).optional()?.is_none());
 ///
 /// let looks = Cell::new(0);
@@ -230,15 +231,7 @@ impl From<Duration> for Wait<'_> {
     }
 }
 
-impl fmt::Debug for Wait<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Wait")
-            .field("limit", &self.limit)
-            .field("deadline", &self.deadline)
-            .field("can_be_cancelled", &self.cancelled.is_some())
-            .finish()
-    }
-}
+opaque_debug!(Wait<'_> { limit, deadline });
 
 #[cfg(test)]
 mod tests {

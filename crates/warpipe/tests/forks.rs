@@ -11,8 +11,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use warpipe::{
-    Device, Domain, Event, EventOptions, OpenOptions, Publisher, PublisherOptions, Semaphore,
-    SemaphoreOptions, Subscriber, SubscriberOptions, Timeline, TimelineOptions,
+    CreateOptions, Device, Domain, Event, OpenOptions, Publisher, PublisherOptions, Semaphore,
+    Subscriber, SubscriberOptions, Timeline,
 };
 
 const WAIT: Duration = Duration::from_secs(20);
@@ -133,7 +133,12 @@ fn children_that_several_threads_fork_at_once_have_nothing_of_the_lifeline() {
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
     let before = descriptors();
     let publisher = Publisher::new("many", PublisherOptions::at(&domain, &device)).unwrap();
-    let subscriber = Subscriber::new("many", SubscriberOptions::at(&domain, &device)).unwrap();
+    let subscriber = Subscriber::open(
+        "many",
+        SubscriberOptions::at(&domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     let is_ours = |path: &&String| path.starts_with("socket:") || path.starts_with("pipe:");
     let has_kept = || {
@@ -223,8 +228,12 @@ fn open_and_close(domain: &Domain, number: usize) {
     let (device, name) = (Device::host(), |kind: &str| format!("{kind}-{number}"));
     let publisher =
         Publisher::new(&name("publisher"), PublisherOptions::at(domain, &device)).unwrap();
-    let mut subscriber =
-        Subscriber::new(&name("publisher"), SubscriberOptions::at(domain, &device)).unwrap();
+    let mut subscriber = Subscriber::open(
+        &name("publisher"),
+        SubscriberOptions::at(domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap();
     let stream = device.stream().unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
@@ -233,7 +242,7 @@ fn open_and_close(domain: &Domain, number: usize) {
         .unwrap()
         .finish(WAIT)
         .unwrap();
-    let timeline = Timeline::new(&name("timeline"), TimelineOptions::at(domain, &device)).unwrap();
+    let timeline = Timeline::new(&name("timeline"), CreateOptions::at(domain, &device)).unwrap();
     drop(
         Timeline::open(
             &name("timeline"),
@@ -242,11 +251,8 @@ fn open_and_close(domain: &Domain, number: usize) {
         )
         .unwrap(),
     );
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(domain, &device)
-    };
-    let semaphore = Semaphore::new(&name("semaphore"), options).unwrap();
+    let options = CreateOptions::at(domain, &device);
+    let semaphore = Semaphore::new(&name("semaphore"), 1, options).unwrap();
     drop(
         Semaphore::open(
             &name("semaphore"),
@@ -255,7 +261,7 @@ fn open_and_close(domain: &Domain, number: usize) {
         )
         .unwrap(),
     );
-    drop(Event::new(EventOptions::at(domain, &device)).unwrap());
+    drop(Event::new(CreateOptions::at(domain, &device)).unwrap());
     let _ = domain.endpoints().unwrap();
     drop((publisher, subscriber, timeline, semaphore));
 }

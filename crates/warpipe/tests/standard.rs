@@ -8,10 +8,9 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use warpipe::{
-    Access, Device, Domain, Event, EventOptions, Member, MemberOptions, Members, MembersOptions,
+    Access, CreateOptions, Device, Domain, Event, Member, MemberOptions, Members, MembersOptions,
     Memory, OpenOptions, Pool, PoolOptions, Publisher, PublisherOptions, Queue, QueueOptions,
-    Semaphore, SemaphoreOptions, Subscriber, SubscriberOptions, Ticket, Timeline, TimelineOptions,
-    Worker, WorkerOptions,
+    Semaphore, Subscriber, SubscriberOptions, Ticket, Timeline, Worker, WorkerOptions,
 };
 
 const WAIT: Duration = Duration::from_secs(40);
@@ -82,26 +81,24 @@ fn open_everything(folder: &Path) {
     let stream = device.stream().unwrap();
     let publisher = Publisher::new("a", PublisherOptions::at(domain, device)).unwrap();
     let publisher = none_taken("a publisher", publisher);
-    let subscriber = Subscriber::new("a", SubscriberOptions::at(domain, device)).unwrap();
+    let subscriber =
+        Subscriber::open("a", SubscriberOptions::at(domain, device), Duration::ZERO).unwrap();
     let mut subscriber = none_taken("a subscriber", subscriber);
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
     let sample = none_taken("a sample", subscriber.receive(&stream, WAIT).unwrap());
-    let timeline = Timeline::new("timeline", TimelineOptions::at(domain, device)).unwrap();
+    let timeline = Timeline::new("timeline", CreateOptions::at(domain, device)).unwrap();
     let opened =
         Timeline::open("timeline", OpenOptions::at(domain, device), Duration::ZERO).unwrap();
     let _timeline = none_taken("a timeline", (timeline, opened));
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(domain, device)
-    };
-    let semaphore = Semaphore::new("semaphore", options).unwrap();
+    let options = CreateOptions::at(domain, device);
+    let semaphore = Semaphore::new("semaphore", 1, options).unwrap();
     let opened =
         Semaphore::open("semaphore", OpenOptions::at(domain, device), Duration::ZERO).unwrap();
     let _semaphore = none_taken("a semaphore", (semaphore, opened));
     let _event = none_taken(
         "an event",
-        Event::new(EventOptions::at(domain, device)).unwrap(),
+        Event::new(CreateOptions::at(domain, device)).unwrap(),
     );
     let members = Members::new(MembersOptions::at(domain)).unwrap();
     let _members = none_taken(
@@ -123,7 +120,7 @@ fn open_everything(folder: &Path) {
     let opened = Memory::import_fd(device, &fd, &memory.info(), Access::Read).unwrap();
     let _opened = none_taken("opened memory", opened);
     let queue = Queue::new("queue", QueueOptions::at(domain, device)).unwrap();
-    let worker = Worker::new("queue", WorkerOptions::at(domain, device)).unwrap();
+    let worker = Worker::open("queue", WorkerOptions::at(domain, device), Duration::ZERO).unwrap();
     let _queue = none_taken("a queue", (worker, queue));
     let pool = Pool::new("pool", PoolOptions::at(domain, device)).unwrap();
     let _pool = none_taken(

@@ -153,7 +153,7 @@ fn a_process_without_room_for_all_pieces_of_a_version_says_how_many_there_are_an
     );
     assert!(told.contains("ulimit -n"), "{told}");
     let opened = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert_eq!(opened.version(), version.version);
+    assert_eq!(opened.info().version, version.version);
     let copied = stage.publish(9).version;
     assert_eq!(worker.ask("open"), format!("version {copied}"));
     drop(keeper);
@@ -290,11 +290,12 @@ fn a_stopped_keeper_costs_readers_and_publishers_no_more_than_the_time_that_they
     let waiting = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     std::thread::scope(|scope| {
         keeper.process.stop().unwrap();
-        let newer = scope.spawn(|| waiting.newer(WAIT).unwrap().version());
+        let newer = scope.spawn(|| waiting.newer(WAIT).unwrap().info().version);
         let reader = scope.spawn(|| {
             SharedWeights::open("w", stage.options(), WAIT)
                 .unwrap()
-                .version()
+                .info()
+                .version
         });
         let publisher = scope.spawn(|| stage.publish(2).version);
         let mut follower = waiting.clone().follow();

@@ -103,7 +103,12 @@ fn open_endpoints(device: &Device) {
     let folder = std::env::temp_dir().join(format!("warpipe-exit-{}", std::process::id()));
     let domain = Domain::at(&folder).unwrap();
     let publisher = Publisher::new("exit", PublisherOptions::at(&domain, device)).unwrap();
-    let mut subscriber = Subscriber::new("exit", SubscriberOptions::at(&domain, device)).unwrap();
+    let mut subscriber = Subscriber::open(
+        "exit",
+        SubscriberOptions::at(&domain, device),
+        Duration::ZERO,
+    )
+    .unwrap();
     // The process needs the folder no longer, and the test leaves no folder behind.
     std::fs::remove_dir_all(folder).unwrap();
     let stream = device.stream().unwrap();

@@ -253,8 +253,8 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         ..options.clone()
     };
     let subscribers = vec![
-        Subscriber::new(NAMES[0], options)?,
-        Subscriber::new(NAMES[1], spinning)?,
+        Subscriber::open(NAMES[0], options, std::time::Duration::ZERO)?,
+        Subscriber::open(NAMES[1], spinning, std::time::Duration::ZERO)?,
     ];
     let mut consumer = Consumer {
         shared: Shared {

@@ -36,7 +36,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
         reconnect: true,
         ..SubscriberOptions::at(&child.domain, &child.device)
     };
-    let subscriber = Subscriber::wait_for(ENDPOINT, options, PATIENCE)?;
+    let subscriber = Subscriber::open(ENDPOINT, options, PATIENCE)?;
     tell(json!({ "ready": 1 }))?;
     let mut subscribing = Subscribing {
         publisher: subscriber.publisher().map(|it| it.pid),

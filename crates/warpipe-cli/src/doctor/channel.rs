@@ -34,8 +34,12 @@ fn round(device: &Device, domain: &Domain) -> anyhow::Result<String> {
         ..PublisherOptions::at(domain, device)
     };
     let publisher = Publisher::new(&endpoint, options).context("binding")?;
-    let mut subscriber =
-        Subscriber::new(&endpoint, SubscriberOptions::at(domain, device)).context("connecting")?;
+    let mut subscriber = Subscriber::open(
+        &endpoint,
+        SubscriberOptions::at(domain, device),
+        Duration::ZERO,
+    )
+    .context("connecting")?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let (here, there) = (device.stream()?, device.stream()?);
     let sample = publisher.loan(&Layout::bytes_only(BYTES)?)?;

@@ -38,7 +38,11 @@ pub(super) fn list(output: Output, domain: &Domain, endpoints: &[Endpoint]) -> a
 
 fn status(domain: &Domain, bridge: &str) -> anyhow::Result<Status> {
     let device = Device::host();
-    let mut subscriber = Subscriber::new(bridge, SubscriberOptions::at(domain, &device))?;
+    let mut subscriber = Subscriber::open(
+        bridge,
+        SubscriberOptions::at(domain, &device),
+        Duration::ZERO,
+    )?;
     let sample = subscriber.receive(&device.stream()?, TIMEOUT)?;
     let bytes = sample.layout().bytes();
     anyhow::ensure!(

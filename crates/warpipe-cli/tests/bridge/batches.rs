@@ -92,7 +92,7 @@ fn samples_of_many_layouts_that_go_together_arrive_each_with_its_own() {
     let publisher = Publisher::new("camera/front", options).unwrap();
     let _bridges = pair.bridges_on(&super::support::device(), &[]);
     let mut subscriber =
-        Subscriber::wait_for("camera/front", SubscriberOptions::at(&far, &device), LONG).unwrap();
+        Subscriber::open("camera/front", SubscriberOptions::at(&far, &device), LONG).unwrap();
     let layouts = layouts();
     let (sent, on) = (layouts.clone(), device.clone());
     let sender = std::thread::spawn(move || {

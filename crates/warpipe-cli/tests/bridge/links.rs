@@ -277,7 +277,7 @@ fn a_network_that_is_cut_ends_no_publisher_and_samples_come_again_with_a_gap_whe
     let _exporter = Cable::start(&cable.near, &pair.near, &exporting);
     let mut importer = Cable::start(&cable.far, &pair.far, &importing);
     // It does not reconnect: the same link of the same publisher goes on.
-    let mut once = Subscriber::wait_for(
+    let mut once = Subscriber::open(
         "camera/front",
         SubscriberOptions::at(&far, &Device::host()),
         LONG,

@@ -28,7 +28,7 @@ fn queue(domain: &Domain) -> Queue {
 
 /// A worker of the queue, once it is there.
 fn worker(domain: &Domain) -> Worker {
-    Worker::wait_for("jobs", WorkerOptions::at(domain, &Device::host()), LONG).unwrap()
+    Worker::open("jobs", WorkerOptions::at(domain, &Device::host()), LONG).unwrap()
 }
 
 /// Starts the bridge that gives jobs of `near` away, or the one that takes them in `far`.
@@ -100,7 +100,9 @@ impl Doing {
             let device = Device::host();
             let stream = device.stream().unwrap();
             while !stop.load(Ordering::Relaxed) {
-                let Ok(mut worker) = Worker::new(name, WorkerOptions::at(&domain, &device)) else {
+                let Ok(mut worker) =
+                    Worker::open(name, WorkerOptions::at(&domain, &device), Duration::ZERO)
+                else {
                     // The queue is not there, or its bridge was killed.
                     std::thread::park_timeout(SLICE);
                     continue;
@@ -124,7 +126,7 @@ impl Doing {
                     };
                     output.write(&stream, &bytes).unwrap();
                     output.set_metadata(lease.metadata()).unwrap();
-                    let _ = lease.complete_with(output, &stream);
+                    let _ = lease.complete(output, &stream);
                 }
             }
         };
@@ -207,7 +209,7 @@ fn a_job_of_an_unreachable_machine_goes_back_when_its_lease_ends_and_has_one_out
     importer.signal(Signal::CONT);
     let mut output = held.output(&Layout::bytes_only(1).unwrap()).unwrap();
     output.write(&stream, &[0]).unwrap();
-    let _ = held.complete_with(output, &stream);
+    let _ = held.complete(output, &stream);
     assert!(queue.next_result(&stream, SLICE).is_err());
 }
 
@@ -270,7 +272,7 @@ fn a_job_of_a_machine_that_can_be_reached_does_not_go_back_when_workers_there_le
         (job, lease, worker)
     };
     let ((first, leased, leaves), (second, held, _stays)) = (lease(), lease());
-    leased.complete(&stream).unwrap();
+    leased.complete(None, &stream).unwrap();
     let _ = first.wait(&stream, LONG).unwrap();
     drop(leaves);
     let _doing = Doing::start(&near, "jobs");
@@ -279,7 +281,7 @@ fn a_job_of_a_machine_that_can_be_reached_does_not_go_back_when_workers_there_le
     assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
     let mut output = held.output(&Layout::bytes_only(1).unwrap()).unwrap();
     output.write(&stream, &[9]).unwrap();
-    held.complete_with(output, &stream).unwrap();
+    held.complete(output, &stream).unwrap();
     assert_eq!(second.wait(&stream, LONG).unwrap().to_vec().unwrap(), [9]);
 }
 
@@ -321,7 +323,7 @@ fn a_job_or_a_result_that_one_end_does_not_take_fails_with_the_reason_and_others
     let does = |worker: &mut Worker, bytes: u64| {
         let lease = worker.lease(&stream, LONG).unwrap();
         let output = lease.output(&Layout::bytes_only(bytes).unwrap()).unwrap();
-        lease.complete_with(output, &stream).unwrap();
+        lease.complete(output, &stream).unwrap();
     };
     let long = queue.submit_bytes(b"a long result", &stream).unwrap();
     does(&mut worker, (1 << 20) + 1);
@@ -360,7 +362,7 @@ fn results_that_their_owner_does_not_take_hold_up_no_result_of_another_job() {
         while !is_over.load(Ordering::Relaxed) {
             if let Ok(lease) = worker.lease(&stream, SLICE) {
                 let output = lease.output(&layout).unwrap();
-                let _ = lease.complete_with(output, &stream);
+                let _ = lease.complete(output, &stream);
             }
         }
     };
@@ -372,7 +374,7 @@ fn results_that_their_owner_does_not_take_hold_up_no_result_of_another_job() {
             std::thread::park_timeout(SLICE);
         }
         let output = first.output(&layout).unwrap();
-        first.complete_with(output, &stream).unwrap();
+        first.complete(output, &stream).unwrap();
         scope.spawn(|| do_all(&mut slow));
         let results = jobs.into_iter().map(|job| job.wait(&stream, LONG));
         let lengths: Vec<_> = results

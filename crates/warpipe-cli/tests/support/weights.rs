@@ -174,7 +174,12 @@ pub fn be_a_worker_in(domain: &Domain) {
             let bytes = weights.tensor(name).unwrap().memory.to_vec(wait).unwrap();
             bytes.iter().map(|&byte| u64::from(byte)).sum()
         };
-        println!("{REPLY}{} {} {}", weights.version(), sum("a"), sum("b"));
+        println!(
+            "{REPLY}{} {} {}",
+            weights.info().version,
+            sum("a"),
+            sum("b")
+        );
     };
     read();
     for _ in std::io::stdin().lines() {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    Access, AllocationClient, AllocationServer, AllocationServerOptions, Error, OpenOptions, Stream,
+    Access, AllocationClient, AllocationServer, CreateOptions, Error, OpenOptions, Stream,
 };
 use warpipe_testkit::eventually;
 
@@ -63,7 +63,7 @@ const NAME: &str = "tensors";
 fn server(context: &Context) -> Result<AllocationServer> {
     Ok(AllocationServer::new(
         NAME,
-        AllocationServerOptions::at(&context.domain, &context.device),
+        CreateOptions::at(&context.domain, &context.device),
     )?)
 }
 
@@ -139,7 +139,15 @@ fn mapped_once(context: &Context) -> Result<()> {
             before = held();
         }
         // SAFETY: the first share, which is open, keeps the memory.
-        let shared = unsafe { server.share(&stream, ptr + 64 * part, 64, Box::new(())) };
+        let shared = unsafe {
+            server.share(
+                &stream,
+                ptr + 64 * part,
+                64,
+                Access::ReadWrite,
+                Box::new(()),
+            )
+        };
         Ok(client.open_share(shared?, PATIENCE)?)
     });
     let parts: Vec<_> = parts.collect::<Result<_>>()?;
@@ -216,7 +224,15 @@ fn shared_at_once(context: &Context) -> Result<()> {
             let stream = context.stream()?;
             start.wait();
             // SAFETY: the memory lives until all shares are closed, below.
-            let number = unsafe { server.share(&stream, memory.ptr + 64 * part, 64, Box::new(())) };
+            let number = unsafe {
+                server.share(
+                    &stream,
+                    memory.ptr + 64 * part,
+                    64,
+                    Access::ReadWrite,
+                    Box::new(()),
+                )
+            };
             Ok(client.open_share(number?, PATIENCE)?)
         };
         let opened = std::thread::scope(|scope| {
@@ -350,7 +366,7 @@ fn read_only(context: &Context) -> Result<()> {
     let ptr = memory.ptr;
     let number = memory.share_read_only(&server, &stream, 3)?;
     // SAFETY: the share above keeps the memory.
-    let writable = unsafe { server.share(&stream, ptr, 64, Box::new(())) }?;
+    let writable = unsafe { server.share(&stream, ptr, 64, Access::ReadWrite, Box::new(())) }?;
     let client = client(context)?;
     let writable = client.open_share(writable, PATIENCE)?;
     ensure!(

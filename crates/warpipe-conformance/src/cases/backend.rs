@@ -139,12 +139,13 @@ fn pair(
         ..PublisherOptions::at(&context.domain, &context.device)
     };
     let publisher = Publisher::new("pair", options)?;
-    let subscriber = Subscriber::new(
+    let subscriber = Subscriber::open(
         "pair",
         SubscriberOptions {
             device: Some(receiving.clone()),
             ..SubscriberOptions::at(&context.domain, &context.device)
         },
+        Duration::ZERO,
     )?;
     Ok((publisher, subscriber))
 }

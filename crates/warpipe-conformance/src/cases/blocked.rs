@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{
-    Memory, OpenOptions, PeerState, PoolClient, Semaphore, SemaphoreOptions, Subscriber,
+    CreateOptions, Memory, OpenOptions, PeerState, PoolClient, Semaphore, Subscriber,
     SubscriberOptions, Timeline, Worker, WorkerOptions,
 };
 use warpipe_testkit::eventually;
@@ -52,12 +52,13 @@ const ENDPOINTS: &[(&str, Attach)] = &[
         attach_to_channel(context, "warm/channel", patience)
     }),
     ("queue", |context, patience| {
-        Worker::new(
+        Worker::open(
             "warm/queue",
             WorkerOptions {
                 handshake_timeout: patience,
                 ..context.worker_options()
             },
+            Duration::ZERO,
         )?;
         Ok(())
     }),
@@ -90,12 +91,13 @@ const ENDPOINTS: &[(&str, Attach)] = &[
 type Attach = fn(&Context, Duration) -> Result<()>;
 
 fn attach_to_channel(context: &Context, name: &str, patience: Duration) -> Result<()> {
-    Subscriber::new(
+    Subscriber::open(
         name,
         SubscriberOptions {
             handshake_timeout: patience,
             ..SubscriberOptions::at(&context.domain, &context.device)
         },
+        Duration::ZERO,
     )?;
     Ok(())
 }
@@ -277,11 +279,8 @@ fn upstream(context: &Context, name: &str) -> Result<(Peer, String)> {
 fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Result<()> {
     let context = &context.apart(&format!("cell{cell}"))?;
     let (up, down, idle) = ("up", "down", "idle");
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(&context.domain, &context.device)
-    };
-    let _turns = Semaphore::new(&format!("{up}/semaphore"), options)?;
+    let options = CreateOptions::at(&context.domain, &context.device);
+    let _turns = Semaphore::new(&format!("{up}/semaphore"), 1, options)?;
     let (mut upstream, event) = upstream(context, up)?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Guard)?;

@@ -77,7 +77,7 @@ impl HeldUp {
             device: Some(device.clone()),
             ..SubscriberOptions::at(&context.domain, &context.device)
         };
-        let mut subscriber = Subscriber::new("upstream", options)?;
+        let mut subscriber = Subscriber::open("upstream", options, Duration::ZERO)?;
         let stream = device.stream()?;
         let other = Publisher::new(
             "aside",
@@ -86,12 +86,13 @@ impl HeldUp {
                 ..PublisherOptions::at(&context.domain, &context.device)
             },
         )?;
-        let mut aside = Subscriber::new(
+        let mut aside = Subscriber::open(
             "aside",
             SubscriberOptions {
                 device: Some(device.clone()),
                 ..SubscriberOptions::at(&context.domain, &context.device)
             },
+            Duration::ZERO,
         )?;
         other.send_bytes(&stream, b"before")?;
         aside.receive(&stream, PATIENCE)?.finish(PATIENCE)?;

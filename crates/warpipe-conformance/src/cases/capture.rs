@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    Access, Error, Event, EventOptions, Layout, LentBuffer, Memory, Pool, PoolOptions, Semaphore,
-    SemaphoreOptions, StateFault, Stream, Timeline, TimelineOptions,
+    Access, CreateOptions, Error, Event, Layout, LentBuffer, Memory, Pool, PoolOptions, Semaphore,
+    StateFault, Stream, Timeline,
 };
 use warpipe_testkit::eventually;
 
@@ -177,15 +177,12 @@ fn refusals(context: &Context) -> Result<()> {
     loan.write(&free, b"late")?;
     free.synchronize(PATIENCE)?;
     let (timeline, event) = (
-        Timeline::new("steps", TimelineOptions::at(domain, device))?,
-        Event::new(EventOptions::at(domain, device))?,
+        Timeline::new("steps", CreateOptions::at(domain, device))?,
+        Event::new(CreateOptions::at(domain, device))?,
     );
     event.record(&free, PATIENCE)?;
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(domain, device)
-    };
-    let semaphore = Semaphore::new("permits", options)?;
+    let options = CreateOptions::at(domain, device);
+    let semaphore = Semaphore::new("permits", 1, options)?;
     let (memory, pool) = (
         Memory::allocate(device, 8 * WORDS)?,
         Pool::new("pool", PoolOptions::at(domain, device))?,
@@ -328,7 +325,7 @@ fn jobs(context: &Context) -> Result<()> {
     let again = worker.lease(&free, PATIENCE)?;
     ensure!(again.attempt == 2, "attempt {}", again.attempt);
     drop(graphs.end(&stream)?);
-    again.complete(&free)?;
+    again.complete(None, &free)?;
     second.wait(&stream, PATIENCE)?.finish()?;
     graph.launch(&stream)?;
     stream.synchronize(PATIENCE)?;
@@ -339,11 +336,8 @@ fn drops(context: &Context) -> Result<()> {
     let (graphs, device, domain) = (Graphs::of(context)?, &context.device, &context.domain);
     let publisher = context.publisher("frames")?;
     let mut subscriber = context.subscriber("frames")?;
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(domain, device)
-    };
-    let semaphore = Semaphore::new("permits", options)?;
+    let options = CreateOptions::at(domain, device);
+    let semaphore = Semaphore::new("permits", 1, options)?;
     let pool = Pool::new("pool", PoolOptions::at(domain, device))?;
     let block = pool.allocate(4096, Duration::ZERO)?;
     let (stream, go) = held_up(context)?;

@@ -209,7 +209,7 @@ fn next_forwarder(context: &Context) -> Result<()> {
         reconnect: true,
         ..SubscriberOptions::at(&context.domain, &context.device)
     };
-    let mut here = Subscriber::new("forwarded", options)?;
+    let mut here = Subscriber::open("forwarded", options, Duration::ZERO)?;
     peer.subscribe("forwarded")?;
     send(&first, &[3, 4])?;
     all_whole(&peer.receive(2)?, [3, 4])?;

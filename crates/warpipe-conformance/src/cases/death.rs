@@ -164,7 +164,7 @@ fn parts_after_a_death(context: &Context) -> Result<()> {
     let whole = subscriber.receive(&stream, PATIENCE)?;
     ensure!(whole.metadata().len() > 1000, "its metadata came");
     ensure!(whole.part_to_vec("few", PATIENCE)? == [7; 100]);
-    ensure!(whole.part("words")?.layout().shape() == [WORDS]);
+    ensure!(whole.part("words")?.layout.shape() == [WORDS]);
     ensure!(error_counters.finish(whole)? == 0, "the words are whole");
     let unfinished = subscriber.receive(&stream, PATIENCE)?;
     peer.kill()?;

@@ -19,8 +19,8 @@ use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
 };
 use warpipe::{
-    Access, DeviceFault, Error, Loss, Memory, MemoryInfo, OpenOptions, Sample, Stream, Subscriber,
-    SubscriberOptions, Timeline, TimelineOptions,
+    Access, CreateOptions, DeviceFault, Error, Loss, Memory, MemoryInfo, OpenOptions, Sample,
+    Stream, Subscriber, SubscriberOptions, Timeline,
 };
 use warpipe_testkit::eventually;
 
@@ -261,7 +261,7 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
                 handshake_timeout: PATIENCE,
                 ..SubscriberOptions::at(&context.domain, &context.device)
             };
-            let met = Subscriber::new("evil", options);
+            let met = Subscriber::open("evil", options, Duration::ZERO);
             ensure!(met.is_err(), "a hostile socket was taken for a publisher");
             let met = Timeline::open(
                 "evil",
@@ -283,7 +283,7 @@ fn lingering(context: &Context) -> Result<()> {
     let publisher = context.publisher("good")?;
     let timeline = Timeline::new(
         "values",
-        TimelineOptions::at(&context.domain, &context.device),
+        CreateOptions::at(&context.domain, &context.device),
     )?;
     let scene = Scene::begin(context)?;
     let mut readers = Vec::new();
@@ -382,7 +382,7 @@ fn silent(context: &Context) -> Result<()> {
     let publisher = context.publisher("good")?;
     let timeline = Timeline::new(
         "values",
-        TimelineOptions::at(&context.domain, &context.device),
+        CreateOptions::at(&context.domain, &context.device),
     )?;
     let scene = Scene::begin(context)?;
     let mounted = Mounted::new(context)?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use warpipe::backend::testing::{Counting, Delaying, Wrapped};
-use warpipe::{Device, Error, Event, EventHandle, EventOptions, LimitFault, StateFault};
+use warpipe::{CreateOptions, Device, Error, Event, EventHandle, LimitFault, StateFault};
 use warpipe_testkit::eventually;
 
 use self::deaths::{
@@ -200,7 +200,7 @@ fn untouched_raw(context: &Context) -> Result<()> {
     ensure!(recorded() == 0, "an importer recorded CUDA's own event");
     event.synchronize(PATIENCE)?;
     // It lives until the count is taken: dropping values records events, too.
-    let own = Event::new(EventOptions::at(&context.domain, &device))?;
+    let own = Event::new(CreateOptions::at(&context.domain, &device))?;
     own.record(&stream, PATIENCE)?;
     ensure!(
         recorded() == 1,
@@ -265,10 +265,10 @@ fn limit_of_events(context: &Context) -> Result<()> {
     .context("setrlimit")?;
     let stream = context.stream()?;
     let mut events = (0..4096)
-        .map(|_| Event::new(EventOptions::at(&context.domain, &context.device)))
+        .map(|_| Event::new(CreateOptions::at(&context.domain, &context.device)))
         .collect::<warpipe::Result<Vec<Event>>>()
         .context("4096 events")?;
-    match Event::new(EventOptions::at(&context.domain, &context.device)) {
+    match Event::new(CreateOptions::at(&context.domain, &context.device)) {
         Err(Error::Limit(LimitFault::Events(4096))) => {}
         other => bail!("the 4097th event gave {other:?}"),
     }
@@ -286,7 +286,7 @@ fn limit_of_events(context: &Context) -> Result<()> {
     // One that nobody else has open: what others use is free when they are done.
     drop(events.swap_remove(1000));
     drop(
-        Event::new(EventOptions::at(&context.domain, &context.device))
+        Event::new(CreateOptions::at(&context.domain, &context.device))
             .context("one was dropped, so there is room")?,
     );
     stream.synchronize(PATIENCE)?;
@@ -296,7 +296,7 @@ fn limit_of_events(context: &Context) -> Result<()> {
 }
 
 fn limit_of_recorders(context: &Context) -> Result<()> {
-    let event = Event::new(EventOptions::at(&context.domain, &context.device))?;
+    let event = Event::new(CreateOptions::at(&context.domain, &context.device))?;
     let text = event.handle()?.to_string();
     let mut peers = Vec::new();
     for _ in 0..8 {
@@ -325,7 +325,7 @@ fn limit_of_recorders(context: &Context) -> Result<()> {
 }
 
 fn wrong_handles(context: &Context) -> Result<()> {
-    let event = Event::new(EventOptions::at(&context.domain, &context.device))?;
+    let event = Event::new(CreateOptions::at(&context.domain, &context.device))?;
     let text = event.handle()?.to_string();
     let mut peer = context.peer()?;
     for wrong in [

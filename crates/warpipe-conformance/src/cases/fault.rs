@@ -148,12 +148,13 @@ impl<'a> Flow<'a> {
                 )?);
             }
             Step::Subscribe => {
-                self.subscriber = Some(Subscriber::new(
+                self.subscriber = Some(Subscriber::open(
                     "fault",
                     SubscriberOptions {
                         device: Some(back.device.clone()),
                         ..SubscriberOptions::at(&self.context.domain, &self.context.device)
                     },
+                    std::time::Duration::ZERO,
                 )?);
             }
             Step::Loan => {

@@ -4,9 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{
-    Error, Event, EventHandle, EventOptions, Layout, OpenOptions, Publisher, PublisherOptions,
-    Sample, SampleMut, Semaphore, SemaphoreOptions, StateFault, Stream, Subscriber, Timeline,
-    TimelineOptions,
+    CreateOptions, Error, Event, EventHandle, Layout, OpenOptions, Publisher, PublisherOptions,
+    Sample, SampleMut, Semaphore, StateFault, Stream, Subscriber, Timeline,
 };
 use warpipe_testkit::{eventually, pidfd, wait_readable};
 
@@ -177,7 +176,7 @@ fn first_accepted(
     ];
     let _shown = (
         publisher.subscribers(),
-        publisher.memory_in_use(),
+        publisher.stats().is_err(),
         subscriber.publisher().map(|it| it.state),
     );
     drop((sample, samples, subscriber, publisher));
@@ -193,11 +192,11 @@ fn signals_refuse(context: &Context) -> Result<()> {
     peer.signals(SignalOrder::CreateTimeline("theirs".into()))?;
     let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
     let mut timelines = vec![
-        Timeline::new("ours", TimelineOptions::at(domain, device))?,
+        Timeline::new("ours", CreateOptions::at(domain, device))?,
         Timeline::open("theirs", OpenOptions::at(domain, device), PATIENCE)?,
     ];
     let mut events = vec![
-        Event::new(EventOptions::at(domain, device))?,
+        Event::new(CreateOptions::at(domain, device))?,
         Event::open(&text.parse::<EventHandle>()?, device, Duration::ZERO)?,
     ];
     let code = in_a_child(|| {
@@ -294,10 +293,8 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
 fn semaphore_refuses(context: &Context) -> Result<()> {
     let creator = Semaphore::new(
         "forked",
-        SemaphoreOptions {
-            permits: 3,
-            ..SemaphoreOptions::at(&context.domain, &context.device)
-        },
+        3,
+        CreateOptions::at(&context.domain, &context.device),
     )?;
     let member = Semaphore::open(
         "forked",
@@ -355,10 +352,8 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
 fn permit_despite_a_child(context: &Context) -> Result<()> {
     let semaphore = Semaphore::new(
         "turns",
-        SemaphoreOptions {
-            permits: 1,
-            ..SemaphoreOptions::at(&context.domain, &context.device)
-        },
+        1,
+        CreateOptions::at(&context.domain, &context.device),
     )?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Semaphore(SemaphoreOrder::Open {

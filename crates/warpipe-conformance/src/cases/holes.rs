@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Event, Loss, OpenOptions, Semaphore, SemaphoreOptions, Timeline};
+use warpipe::{CreateOptions, Error, Event, Loss, OpenOptions, Semaphore, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -134,11 +134,8 @@ fn event(context: &Context) -> Result<()> {
 }
 
 fn semaphore(context: &Context) -> Result<()> {
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(&context.domain, &context.device)
-    };
-    let semaphore = Semaphore::new("holes", options)?;
+    let options = CreateOptions::at(&context.domain, &context.device);
+    let semaphore = Semaphore::new("holes", 1, options)?;
     let (mut holder, mut wrong) = (context.peer()?, context.peer()?);
     let stream = context.stream()?;
     for peer in [&mut holder, &mut wrong] {

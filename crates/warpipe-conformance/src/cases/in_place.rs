@@ -96,7 +96,7 @@ fn read_in_place(context: &Context) -> Result<()> {
     all_whole(&peer.receive(1)?, [21])?;
     is_dropped(&owner)?;
     is_dropped(&plain)?;
-    ensure!(publisher.in_place()? == 0);
+    ensure!(publisher.stats()?.in_place == 0);
     peer.dismiss()
 }
 
@@ -108,7 +108,7 @@ fn killed_reader(context: &Context) -> Result<()> {
     let owner = Arc::new(());
     send(&publisher, &memory, &owner, &stream)?;
     peer.hold(1)?;
-    ensure!(publisher.in_place()? == 1 && Arc::strong_count(&owner) == 2);
+    ensure!(publisher.stats()?.in_place == 1 && Arc::strong_count(&owner) == 2);
     peer.kill()?;
     is_dropped(&owner)
 }

@@ -278,7 +278,7 @@ fn unwatched(context: &Context) -> Result<()> {
         files()
     );
     let options = MembersOptions {
-        clean: false,
+        keep_files: true,
         ..MembersOptions::at(&context.domain)
     };
     let looking = Members::new(options)?;

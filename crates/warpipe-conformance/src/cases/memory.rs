@@ -52,7 +52,8 @@ fn growth(context: &Context) -> Result<()> {
     let mut growths = 0;
     for (index, mebibytes) in [1, 1, 2, 4, 8, 16, 32].into_iter().enumerate() {
         Payload::of(mebibytes * MIB / 8, index as u64).send(&publisher, &stream)?;
-        let (used, allowed) = publisher.memory_in_use();
+        let stats = publisher.stats()?;
+        let (used, allowed) = (stats.memory_bytes, stats.memory_limit);
         ensure!(used <= allowed, "{used} bytes of {allowed}");
         growths += u32::from(used > memory);
         memory = used;
@@ -122,7 +123,7 @@ fn changing_lengths(context: &Context) -> Result<()> {
         let mebibytes = 1 + 7 * round % 41;
         Payload::of(mebibytes * MIB / 8, round + 2).send(&publisher, &stream)?;
         all_whole(&peer.receive(1)?, round + 2..=round + 2)?;
-        let (used, _) = publisher.memory_in_use();
+        let used = publisher.stats()?.memory_bytes;
         ensure!(used <= 2 * limit, "{used} bytes are mapped");
     }
     all_whole(&peer.release()?, 1..=1)?;

@@ -162,12 +162,13 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
         })?;
         peer.ask(&Order::SendAndWait(Batch::of(3, 64, 10 * incarnation)))?;
         if subscriber.is_none() {
-            subscriber = Some(Subscriber::new(
+            subscriber = Some(Subscriber::open(
                 "phoenix",
                 SubscriberOptions {
                     reconnect: true,
                     ..SubscriberOptions::at(&context.domain, &context.device)
                 },
+                Duration::ZERO,
             )?);
         }
         let Some(subscriber) = &mut subscriber else {
@@ -218,12 +219,13 @@ impl Succession {
         let stream = context.stream()?;
         let mut first = context.peer()?;
         first.publish(PublisherPlan::of("phoenix"))?;
-        let mut subscriber = Subscriber::new(
+        let mut subscriber = Subscriber::open(
             "phoenix",
             SubscriberOptions {
                 reconnect: true,
                 ..SubscriberOptions::at(&context.domain, &context.device)
             },
+            Duration::ZERO,
         )?;
         first.ask(&Order::SendAndWait(Batch::of(1, 64, 1)))?;
         let sample = subscriber.receive(&stream, PATIENCE)?;

@@ -139,7 +139,7 @@ fn rescued(context: &Context) -> Result<()> {
         orphan_timeout: Duration::from_millis(300),
         ..SubscriberOptions::at(&context.domain, &context.device)
     };
-    let mut subscriber = Subscriber::new("mortal", options)?;
+    let mut subscriber = Subscriber::open("mortal", options, Duration::ZERO)?;
     let stream = context.stream()?;
     peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
     let unfinished = subscriber.receive(&stream, PATIENCE)?;

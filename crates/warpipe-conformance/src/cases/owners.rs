@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use warpipe::{
-    Change, Client, ClientOptions, Error, LentBuffer, LimitFault, Loss, Members, MembersOptions,
-    OpenOptions, PoolClient, Semaphore, Ticket, Timeline, TimelineOptions, Worker, WorkerOptions,
+    Change, Client, ClientOptions, CreateOptions, Error, LentBuffer, LimitFault, Loss, Members,
+    MembersOptions, OpenOptions, PoolClient, Semaphore, Ticket, Timeline, Worker, WorkerOptions,
 };
 use warpipe_testkit::{Rng, eventually};
 
@@ -140,7 +140,7 @@ fn queues(context: &Context) -> Result<()> {
             answer_timeout: context.wait(rng),
             ..context.worker_options()
         };
-        let mut worker = Worker::new("jobs", options)?;
+        let mut worker = Worker::open("jobs", options, Duration::ZERO)?;
         let batch =
             Batch::of(JOBS, WORDS, rng.u64(..) >> 16).slow(Duration::from_micros(rng.u64(..300)));
         victim.send(&Order::Task(Task::Submit {
@@ -160,8 +160,8 @@ fn queues(context: &Context) -> Result<()> {
                 None => attempt == 1 && seen.insert(job),
             };
             again += u64::from(!is_due);
-            let done = work(&lease, Duration::ZERO)
-                .and_then(|output| lease.complete_with(output, &stream));
+            let done =
+                work(&lease, Duration::ZERO).and_then(|output| lease.complete(output, &stream));
             if done.is_err() {
                 given_back.insert(job, attempt);
             }
@@ -426,7 +426,7 @@ fn semaphores(context: &Context) -> Result<()> {
 fn waiters(context: &Context) -> Result<()> {
     let timeline = Timeline::new(
         "values",
-        TimelineOptions::at(&context.domain, &context.device),
+        CreateOptions::at(&context.domain, &context.device),
     )?;
     let stream = context.stream()?;
     let mut witness = context.peer()?;

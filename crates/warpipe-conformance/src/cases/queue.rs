@@ -518,7 +518,7 @@ fn result_after_owner_death(context: &Context) -> Result<()> {
     );
     drop(worker);
     let output = work(&held, Duration::from_millis(300))?;
-    let answered = held.complete_with(output, &stream);
+    let answered = held.complete(output, &stream);
     ensure!(
         matches!(answered, Ok(()) | Err(Error::PeerGone { .. })),
         "an answer to the dead gave {answered:?}"

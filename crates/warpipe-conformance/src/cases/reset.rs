@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{
-    Device, DeviceFault, Error, Memory, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
-    Timeline, TimelineOptions,
+    CreateOptions, Device, DeviceFault, Error, Memory, Publisher, PublisherOptions, Subscriber,
+    SubscriberOptions, Timeline,
 };
 use warpipe_testkit::eventually;
 
@@ -41,10 +41,7 @@ fn reset(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("before")?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     let sample = subscriber.receive(&stream, PATIENCE)?;
-    let timeline = Timeline::new(
-        "steps",
-        TimelineOptions::at(&context.domain, &context.device),
-    )?;
+    let timeline = Timeline::new("steps", CreateOptions::at(&context.domain, &context.device))?;
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     fill(&memory, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
@@ -76,7 +73,11 @@ fn reset(context: &Context) -> Result<()> {
         "{wrong} wrong words: the old memory was freed in the new context"
     );
     let publisher = Publisher::new("after", PublisherOptions::at(&context.domain, &device))?;
-    let mut subscriber = Subscriber::new("after", SubscriberOptions::at(&context.domain, &device))?;
+    let mut subscriber = Subscriber::open(
+        "after",
+        SubscriberOptions::at(&context.domain, &device),
+        Duration::ZERO,
+    )?;
     Payload::of(WORDS, 4).send(&publisher, &stream_after)?;
     let wrong = error_counters.finish(subscriber.receive(&stream_after, PATIENCE)?)?;
     ensure!(

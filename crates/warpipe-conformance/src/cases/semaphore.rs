@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, Kind, OpenOptions, Semaphore, SemaphoreOptions};
+use warpipe::{CreateOptions, Error, Kind, OpenOptions, Semaphore};
 use warpipe_testkit::{Rng, eventually};
 
 use super::Case;
@@ -82,10 +82,8 @@ const FOR_EVER: Duration = Duration::from_secs(10);
 fn create(context: &Context, permits: u32) -> Result<Semaphore> {
     Ok(Semaphore::new(
         NAME,
-        SemaphoreOptions {
-            permits,
-            ..SemaphoreOptions::at(&context.domain, &context.device)
-        },
+        permits,
+        CreateOptions::at(&context.domain, &context.device),
     )?)
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use warpipe::statistics::{Observer, Process, RegionId, Role, SlowPath};
 use warpipe::{
-    Device, Error, Memory, OpenOptions, Subscriber, SubscriberOptions, Timeline, TimelineOptions,
+    CreateOptions, Device, Error, Memory, OpenOptions, Subscriber, SubscriberOptions, Timeline,
 };
 use warpipe_testkit::eventually;
 
@@ -83,7 +83,7 @@ fn slow_paths(context: &Context) -> Result<()> {
     let _publisher = context.publisher("ticks")?;
     let timeline = Timeline::new(
         "blocks",
-        TimelineOptions::at(&context.domain, &context.device),
+        CreateOptions::at(&context.domain, &context.device),
     )?;
     let blocks = Timeline::open(
         "blocks",
@@ -107,7 +107,7 @@ fn slow_paths(context: &Context) -> Result<()> {
             device: Some(Device::host()),
             ..SubscriberOptions::at(&context.domain, &context.device)
         };
-        let refused = Subscriber::new("ticks", options);
+        let refused = Subscriber::open("ticks", options, Duration::ZERO);
         ensure!(
             matches!(refused, Err(Error::Handshake { .. })),
             "a subscriber on the host of a GPU's publisher: {refused:?}"

@@ -275,7 +275,7 @@ fn reconnecting(context: &Context) -> Result<()> {
         reconnect: true,
         ..SubscriberOptions::at(&context.domain, &context.device)
     };
-    let mut subscriber = Subscriber::new("storm", options)?;
+    let mut subscriber = Subscriber::open("storm", options, Duration::ZERO)?;
     let kills = context.kills(15, 200, 50);
     for kill in 1..=kills {
         if kill > 1 {
@@ -306,12 +306,13 @@ fn sleeping(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     let mut toll = Toll::default();
     let mut peer = speaker(context, &mut rng)?;
-    let subscriber = Subscriber::new(
+    let subscriber = Subscriber::open(
         "storm",
         SubscriberOptions {
             reconnect: true,
             ..SubscriberOptions::at(&context.domain, &context.device)
         },
+        Duration::ZERO,
     )?;
     // Only then has it received the history.
     peer.ask(&Order::AwaitSubscribers(1))?;

@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{
-    Access, Device, DeviceId, Error, Event, EventOptions, Layout, LentBuffer, Memory, OpenOptions,
-    Pool, PoolOptions, Semaphore, SemaphoreOptions, Stream, Timeline, TimelineOptions,
+    Access, CreateOptions, Device, DeviceId, Error, Event, Layout, LentBuffer, Memory, OpenOptions,
+    Pool, PoolOptions, Semaphore, Stream, Timeline,
 };
 
 use super::Case;
@@ -142,22 +142,19 @@ fn words_and_memory(context: &Context) -> Result<()> {
         &context.device,
         &context.domain,
     );
-    let timeline = Timeline::new("steps", TimelineOptions::at(domain, device))?;
+    let timeline = Timeline::new("steps", CreateOptions::at(domain, device))?;
     refused("signal", timeline.signal(&foreign, 1, PATIENCE))?;
     timeline.signal(&stream, 1, PATIENCE)?;
     refused("wait", timeline.wait(&foreign, 1))?;
 
-    let event = Event::new(EventOptions::at(domain, device))?;
+    let event = Event::new(CreateOptions::at(domain, device))?;
     refused("record", event.record(&foreign, PATIENCE))?;
     event.record(&stream, PATIENCE)?;
     refused("wait", event.wait(&foreign))?;
     event.synchronize(PATIENCE)?;
 
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(domain, device)
-    };
-    let semaphore = Semaphore::new("permits", options)?;
+    let options = CreateOptions::at(domain, device);
+    let semaphore = Semaphore::new("permits", 1, options)?;
     refused("acquire", semaphore.acquire(&foreign, PATIENCE))?;
     refused(
         "release",
@@ -181,7 +178,7 @@ fn words_and_memory(context: &Context) -> Result<()> {
 /// The CPU must get through all of it before the stream goes on: nothing else releases it.
 fn written_behind(context: &Context) -> Result<()> {
     let (stream, device) = (context.stream()?, &context.device);
-    let steps = Timeline::new("steps", TimelineOptions::at(&context.domain, device))?;
+    let steps = Timeline::new("steps", CreateOptions::at(&context.domain, device))?;
     let waiting = Timeline::open(
         "steps",
         OpenOptions::at(&context.domain, device),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{Device, Error, OpenOptions, Timeline, TimelineOptions};
+use warpipe::{CreateOptions, Device, Error, OpenOptions, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -145,7 +145,7 @@ fn without_waits(context: &Context) -> Result<()> {
 
 fn late_signals(context: &Context) -> Result<()> {
     let late = delaying(context, Duration::from_millis(20), true);
-    let timeline = Timeline::new(NAME, TimelineOptions::at(&context.domain, &late))?;
+    let timeline = Timeline::new(NAME, CreateOptions::at(&context.domain, &late))?;
     let (memory, fd) = Shared::create(&context.device)?;
     let mut peer = context.peer()?;
     peer.signals(SignalOrder::OpenTimeline(NAME.into()))?;
@@ -172,10 +172,7 @@ fn late_signals(context: &Context) -> Result<()> {
 
 fn ping_pong(context: &Context) -> Result<()> {
     const ROUNDS: u64 = 50;
-    let ping = Timeline::new(
-        "ping",
-        TimelineOptions::at(&context.domain, &context.device),
-    )?;
+    let ping = Timeline::new("ping", CreateOptions::at(&context.domain, &context.device))?;
     let mut peer = owner(context)?;
     let (pong, stream) = (open(context, &context.device)?, context.stream()?);
     let mut other = context.peer()?;
@@ -326,7 +323,7 @@ fn wait_after_death(context: &Context) -> Result<()> {
         }) => {}
         other => bail!("opening a dead owner's timeline gave {other:?}"),
     }
-    let successor = Timeline::new(NAME, TimelineOptions::at(&context.domain, &context.device))?;
+    let successor = Timeline::new(NAME, CreateOptions::at(&context.domain, &context.device))?;
     ensure!(
         successor.value() == 0 && timeline.value() == 2,
         "the name's next owner has a timeline of its own"
@@ -361,7 +358,7 @@ fn closed_owner(context: &Context) -> Result<()> {
 }
 
 fn killed_waiter(context: &Context) -> Result<()> {
-    let timeline = Timeline::new(NAME, TimelineOptions::at(&context.domain, &context.device))?;
+    let timeline = Timeline::new(NAME, CreateOptions::at(&context.domain, &context.device))?;
     let stream = context.stream()?;
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
     for peer in [&mut victim, &mut witness] {

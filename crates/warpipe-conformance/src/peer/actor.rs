@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    AllocationClient, AllocationServer, AllocationServerOptions, DType, DevicePtr, Error, Layout,
+    AllocationClient, AllocationServer, CreateOptions, DType, DevicePtr, Error, Layout,
     LegacyMemory, LentBuffer, Loss, Member, MemberOptions, Memory, OpenOptions, PublishOptions,
     Published, Publisher, PublisherOptions, Sample, SampleMut, Stream, Subscriber,
     SubscriberOptions,
@@ -459,7 +459,7 @@ impl Actor {
     fn share_segment(&mut self, name: &str, seed: u64) -> Result<Answer> {
         let server = AllocationServer::new(
             name,
-            AllocationServerOptions::at(&self.context.domain, &self.context.device),
+            CreateOptions::at(&self.context.domain, &self.context.device),
         )?;
         let memory = ForeignMemory::segment(&self.context, mpsc::channel().0)?;
         let number = memory.share(&server, &self.context.stream()?, seed)?;

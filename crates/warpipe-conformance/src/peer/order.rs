@@ -80,7 +80,7 @@ pub struct SubscriberPlan {
     pub name: String,
     /// See [`SubscriberOptions::reconnect`].
     pub reconnect: bool,
-    /// See [`Subscriber::wait_for`], in milliseconds.
+    /// See [`Subscriber::open`], in milliseconds.
     pub wait_ms: Option<u64>,
 }
 
@@ -99,7 +99,7 @@ impl SubscriberPlan {
             reconnect: self.reconnect,
             ..options
         };
-        Subscriber::wait_for(&self.name, options, wait)
+        Subscriber::open(&self.name, options, wait)
     }
 }
 

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use rustix::mm::{MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{Device, DevicePtr, OpenOptions, Permit, Semaphore, SemaphoreOptions, Stream};
+use warpipe::{CreateOptions, Device, DevicePtr, OpenOptions, Permit, Semaphore, Stream};
 use warpipe_kernels as kernels;
 
 use super::order::Answer;
@@ -247,11 +247,8 @@ impl Contender {
     pub(super) fn carry_out(&mut self, context: &Context, order: SemaphoreOrder) -> Result<Answer> {
         match order {
             SemaphoreOrder::Create { name, permits } => {
-                let options = SemaphoreOptions {
-                    permits,
-                    ..SemaphoreOptions::at(&context.domain, &context.device)
-                };
-                let semaphore = Semaphore::new(&name, options)?;
+                let options = CreateOptions::at(&context.domain, &context.device);
+                let semaphore = Semaphore::new(&name, permits, options)?;
                 self.post = Some(Post::new(semaphore, &context.device)?);
             }
             SemaphoreOrder::Open { name, waits } => {

@@ -5,9 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
-use warpipe::{
-    Event, EventHandle, EventOptions, OpenOptions, Recording, Stream, Timeline, TimelineOptions,
-};
+use warpipe::{CreateOptions, Event, EventHandle, OpenOptions, Recording, Stream, Timeline};
 
 use super::order::Answer;
 use crate::PATIENCE;
@@ -113,7 +111,7 @@ impl Signals {
                 )?));
             }
             SignalOrder::CreateTimeline(name) => {
-                self.timeline = Some(Timeline::new(&name, TimelineOptions::at(domain, device))?)
+                self.timeline = Some(Timeline::new(&name, CreateOptions::at(domain, device))?)
             }
             SignalOrder::OpenTimeline(name) => {
                 self.timeline = Some(Timeline::open(
@@ -133,7 +131,7 @@ impl Signals {
             SignalOrder::CreateEvents(count) => {
                 for _ in 0..count {
                     self.events
-                        .push(Event::new(EventOptions::at(domain, device))?);
+                        .push(Event::new(CreateOptions::at(domain, device))?);
                 }
                 return Ok(Answer::Text(self.event()?.handle()?.to_string()));
             }

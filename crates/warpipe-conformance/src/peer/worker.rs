@@ -24,7 +24,7 @@ pub(super) struct WorkerActor {
 
 fn complete(lease: Lease, slow: Duration) -> warpipe::Result<()> {
     let (output, stream) = (work(&lease, slow)?, lease.stream().clone());
-    lease.complete_with(output, &stream)
+    lease.complete(output, &stream)
 }
 
 fn answer(lease: Lease, reply: &Reply) -> warpipe::Result<()> {

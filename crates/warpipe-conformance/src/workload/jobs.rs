@@ -55,7 +55,11 @@ fn attach(site: &Site) -> Result<Worker> {
         answer_timeout: site.patience,
         ..site.context.worker_options()
     };
-    Ok(Worker::new(&site.name_of("queue"), options)?)
+    Ok(Worker::open(
+        &site.name_of("queue"),
+        options,
+        Duration::ZERO,
+    )?)
 }
 
 fn input(site: &Site, loan: Loan, seed: u64, stream: &Stream) -> Result<Loan> {
@@ -78,7 +82,7 @@ fn check(result: &JobResult, seed: u64) -> Result<()> {
 
 fn complete(lease: Lease, stream: &Stream) -> Result<()> {
     let output = work(&lease, Duration::ZERO)?;
-    Ok(lease.complete_with(output, stream)?)
+    Ok(lease.complete(output, stream)?)
 }
 
 impl Jobs {

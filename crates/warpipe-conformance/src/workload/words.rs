@@ -2,9 +2,7 @@
 
 use anyhow::{Result, ensure};
 use std::time::Duration;
-use warpipe::{
-    Event, EventOptions, Semaphore, SemaphoreOptions, Stream, Timeline, TimelineOptions,
-};
+use warpipe::{CreateOptions, Event, Semaphore, Stream, Timeline};
 use warpipe::{OpenOptions, OptionalExtension};
 
 use super::{Site, Workload};
@@ -44,7 +42,7 @@ pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
     let owner = Timeline::new(
         &site.name_of("timeline"),
-        TimelineOptions::at(&context.domain, &context.device),
+        CreateOptions::at(&context.domain, &context.device),
     )?;
     let opened = Timeline::open(
         &site.name_of("timeline"),
@@ -84,7 +82,7 @@ struct Recorded {
 
 pub(super) fn event(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let created = Event::new(EventOptions::at(&context.domain, &context.device))?;
+    let created = Event::new(CreateOptions::at(&context.domain, &context.device))?;
     let opened = Event::open(&created.handle()?, &context.device, Duration::ZERO)?;
     Ok(Box::new(Recorded {
         opened,
@@ -125,11 +123,8 @@ const PERMITS: u32 = 2;
 
 pub(super) fn semaphore(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let options = SemaphoreOptions {
-        permits: PERMITS,
-        ..SemaphoreOptions::at(&context.domain, &context.device)
-    };
-    let creator = Semaphore::new(&site.name_of("semaphore"), options)?;
+    let options = CreateOptions::at(&context.domain, &context.device);
+    let creator = Semaphore::new(&site.name_of("semaphore"), PERMITS, options)?;
     let member = Semaphore::open(
         &site.name_of("semaphore"),
         OpenOptions::at(&context.domain, &context.device),

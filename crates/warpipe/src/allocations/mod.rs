@@ -18,6 +18,6 @@ mod shares;
 #[cfg(test)]
 mod tests;
 
-pub use self::server::{AllocationServer, AllocationServerOptions};
+pub use self::server::AllocationServer;
 pub use self::session::AllocationClient;
 pub use self::shares::AllocationStats;

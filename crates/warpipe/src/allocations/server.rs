@@ -8,30 +8,11 @@ use crate::backend::{Access, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::domain::EndpointName;
 use crate::ipc::{AccessPolicy, IpcServer, Kind};
-use crate::options::{chosen_device, serve};
+use crate::options::{CreateOptions, chosen_device, serve};
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
-
-/// The options of an [`AllocationServer`].
-#[derive(Debug, Clone, Default)]
-pub struct AllocationServerOptions {
-    /// The domain of its name; the environment's by default.
-    pub domain: Option<Domain>,
-    /// The device of the memory that it shares; [`Device::preferred`] by default.
-    pub device: Option<Device>,
-}
-
-impl AllocationServerOptions {
-    /// In this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> AllocationServerOptions {
-        AllocationServerOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-        }
-    }
-}
 
 /// Shares memory that other libraries allocate in this process.
 ///
@@ -42,15 +23,15 @@ impl AllocationServerOptions {
 /// ```
 /// use std::time::Duration;
 /// use warpipe::{
-///     AllocationClient, AllocationServer, AllocationServerOptions, Device, Domain, OpenOptions,
+///     Access, AllocationClient, AllocationServer, CreateOptions, Device, Domain, OpenOptions,
 /// };
 /// # let folder = std::env::temp_dir().join(format!("warpipe-alloc-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let server = AllocationServer::new("tensors", AllocationServerOptions::at(&domain, &device))?;
+/// let server = AllocationServer::new("tensors", CreateOptions::at(&domain, &device))?;
 /// let stream = device.stream()?;
 /// let pointer = device.backend().allocate_plain(4096)?; // another library's cudaMalloc
 /// // SAFETY: the memory is freed below, after the receiver has released it.
-/// let number = unsafe { server.share(&stream, pointer, 4096, Box::new(()))? };
+/// let number = unsafe { server.share(&stream, pointer, 4096, Access::ReadWrite, Box::new(()))? };
 ///
 /// // In another process, as a rule:
 /// let options = OpenOptions::at(&domain, &device);
@@ -74,14 +55,14 @@ struct Inner {
 }
 
 impl AllocationServer {
-    /// Takes the name and serves it.
+    /// Takes the name and serves it. An admitted user can open each share once, as this user can.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::File`], [`Error::Driver`].
-    pub fn new(name: &str, options: AllocationServerOptions) -> Result<AllocationServer> {
+    pub fn new(name: &str, options: CreateOptions) -> Result<AllocationServer> {
         let name = EndpointName::new(name)?;
         let shares = Arc::new(Shares::new(chosen_device(&options.device))?);
-        let access = AccessPolicy::default();
+        let access = AccessPolicy::of(options.allow_uids, options.allow_gids);
         let server = serve(
             &options.domain,
             &name,
@@ -108,11 +89,13 @@ impl AllocationServer {
     ///
     /// The memory may be of `cudaMalloc` (the receiver gets a legacy handle) or of the virtual
     /// memory functions (`cuMemMap`; the receiver gets descriptors, if the allocations were made
-    /// with them, as PyTorch's expandable segments are).
+    /// with them, as PyTorch's expandable segments are). With [`Access::Read`], for which only the
+    /// latter will do, a store faults in the receiver, enforced by the MMU.
     ///
     /// # Errors
     /// [`Error::Handle`] for other memory; [`Error::Argument`] for 0 bytes, for a stream of another
-    /// device, or beyond 65,535 shares; [`Error::State`], [`Error::Driver`].
+    /// device, for memory of `cudaMalloc` to be read alone, or beyond 65,535 shares;
+    /// [`Error::State`], [`Error::Driver`].
     ///
     /// # Safety
     /// The memory stays allocated as long as `owner` lives.
@@ -121,48 +104,16 @@ impl AllocationServer {
         stream: &Stream,
         ptr: DevicePtr,
         bytes: u64,
-        owner: Box<dyn Any + Send>,
-    ) -> Result<u64> {
-        // SAFETY: the caller's promise.
-        unsafe { self.share_for(Access::ReadWrite, stream, (ptr, bytes), owner) }
-    }
-
-    /// As [`share`](Self::share), for memory of the virtual memory functions that its receiver may
-    /// read and not write: a store there faults in the receiver, enforced by the MMU.
-    ///
-    /// # Errors
-    /// As [`share`](Self::share); [`Error::Argument`] for memory of `cudaMalloc`, which cannot be
-    /// given for reading alone.
-    ///
-    /// # Safety
-    /// The memory stays allocated as long as `owner` lives.
-    pub unsafe fn share_read_only(
-        &self,
-        stream: &Stream,
-        ptr: DevicePtr,
-        bytes: u64,
-        owner: Box<dyn Any + Send>,
-    ) -> Result<u64> {
-        // SAFETY: the caller's promise.
-        unsafe { self.share_for(Access::Read, stream, (ptr, bytes), owner) }
-    }
-
-    /// # Safety
-    /// The memory stays allocated as long as `owner` lives.
-    unsafe fn share_for(
-        &self,
         access: Access,
-        stream: &Stream,
-        range: (DevicePtr, u64),
         owner: Box<dyn Any + Send>,
     ) -> Result<u64> {
         let Inner { shares, .. } = self.inner.get()?;
-        if range.1 == 0 {
-            return Err(Error::argument("bytes", range.1, "at least 1"));
+        if bytes == 0 {
+            return Err(Error::argument("bytes", bytes, "at least 1"));
         }
         stream.check_usable(shares.device())?;
         // SAFETY: the caller's promise.
-        let (number, is_due) = unsafe { shares.share(stream, range, access, owner) }?;
+        let (number, is_due) = unsafe { shares.share(stream, (ptr, bytes), access, owner) }?;
         if is_due {
             // Here and not by the reaper, beside which an owner of an interpreter would have to wait
             // for this thread's call to end.

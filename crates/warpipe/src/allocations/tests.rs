@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::CreateOptions;
 use crate::allocations::shares::Shares;
 use crate::backend::testing::{Counting, Wrapped};
 use crate::backend::{Access, DevicePtr};
@@ -34,9 +35,7 @@ impl Stage {
         let folder =
             std::env::temp_dir().join(format!("warpipe-alloc-{title}-{}", std::process::id()));
         let (domain, device) = (Domain::at(folder).unwrap(), Device::host());
-        let server =
-            AllocationServer::new("tensors", AllocationServerOptions::at(&domain, &device))
-                .unwrap();
+        let server = AllocationServer::new("tensors", CreateOptions::at(&domain, &device)).unwrap();
         Stage {
             domain,
             device,
@@ -63,7 +62,10 @@ impl Stage {
         let tensor = Tensor::new(&self.device, contents, stream);
         let (ptr, told) = (tensor.0.ptr, tensor.1);
         // SAFETY: the memory is freed by its owner's drop.
-        let number = unsafe { self.server.share(stream, ptr, BYTES, Box::new(tensor.0)) };
+        let number = unsafe {
+            self.server
+                .share(stream, ptr, BYTES, Access::ReadWrite, Box::new(tensor.0))
+        };
         (number.unwrap(), told)
     }
 }
@@ -472,11 +474,8 @@ fn the_owner_of_an_open_share_outlives_its_server() {
     let (_unclaimed, gone) = stage.share(&stream, b"unclaimed");
     let client = stage.client();
     let memory = client.open_share(open, WAIT).unwrap();
-    let another = AllocationServer::new(
-        "another",
-        AllocationServerOptions::at(&stage.domain, &stage.device),
-    )
-    .unwrap();
+    let another =
+        AllocationServer::new("another", CreateOptions::at(&stage.domain, &stage.device)).unwrap();
     drop(std::mem::replace(&mut stage.server, another));
     gone.recv_timeout(WAIT).unwrap();
     assert!(is_kept(&kept));
@@ -526,7 +525,11 @@ fn memory_that_cannot_be_shared_is_refused_and_its_owner_dropped() {
     for (ptr, bytes) in [(0, 8), (local.as_ptr().addr() as u64, 8), (64, 8)] {
         let (tell, told) = channel::<()>();
         // SAFETY: refused, as it is no device memory.
-        let refused = unsafe { stage.server.share(&stream, ptr, bytes, Box::new(tell)) };
+        let refused = unsafe {
+            stage
+                .server
+                .share(&stream, ptr, bytes, Access::ReadWrite, Box::new(tell))
+        };
         assert!(
             matches!(
                 refused,
@@ -540,7 +543,11 @@ fn memory_that_cannot_be_shared_is_refused_and_its_owner_dropped() {
         assert!(told.recv_timeout(WAIT).is_err(), "the owner is dropped");
     }
     // SAFETY: refused, as it has no length.
-    let empty = unsafe { stage.server.share(&stream, 64, 0, Box::new(())) };
+    let empty = unsafe {
+        stage
+            .server
+            .share(&stream, 64, 0, Access::ReadWrite, Box::new(()))
+    };
     assert!(matches!(empty, Err(Error::Argument { .. })), "{empty:?}");
     assert_eq!(stage.server.stats().unclaimed, 0);
 }
@@ -552,7 +559,11 @@ fn there_may_be_many_shares_and_words_of_released_ones_are_used_again() {
     let tensor = Tensor::new(&stage.device, b"many", &stream).0;
     stream.synchronize(WAIT).unwrap();
     // SAFETY: the tensor lives until the end of this test, behind all uses.
-    let share = || unsafe { stage.server.share(&stream, tensor.ptr, 64, Box::new(())) };
+    let share = || unsafe {
+        stage
+            .server
+            .share(&stream, tensor.ptr, 64, Access::ReadWrite, Box::new(()))
+    };
     for _ in 0..2 {
         let all: Vec<_> = (1..SLOTS).map(|_| share().unwrap()).collect();
         let full = share().unwrap_err();

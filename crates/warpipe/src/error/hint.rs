@@ -126,7 +126,7 @@ impl Language {
         match self {
             Language::Rust => [
                 "use Device::host()",
-                "wait for it with `Subscriber::wait_for`",
+                "give `Subscriber::open` a timeout",
                 "wait for it with a timeout",
                 "turn `reconnect` on",
                 UNCAPTURED,

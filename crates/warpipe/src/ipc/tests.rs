@@ -265,10 +265,9 @@ fn bodies_that_are_too_long_or_garbled_are_errors() {
 #[test]
 fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
     use crate::{
-        Device, Member, MemberOptions, Memory, OpenOptions, Pool, PoolClient, PoolOptions,
-        PublishOptions, Publisher, PublisherOptions, Queue, QueueOptions, Semaphore,
-        SemaphoreOptions, Subscriber, SubscriberOptions, Timeline, TimelineOptions, Worker,
-        WorkerOptions,
+        CreateOptions, Device, Member, MemberOptions, Memory, OpenOptions, Pool, PoolClient,
+        PoolOptions, PublishOptions, Publisher, PublisherOptions, Queue, QueueOptions, Semaphore,
+        Subscriber, SubscriberOptions, Timeline, Worker, WorkerOptions,
     };
 
     let folder =
@@ -276,12 +275,9 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
     let publisher = Publisher::new("publisher", PublisherOptions::at(&domain, &device)).unwrap();
     let queue = Queue::new("queue", QueueOptions::at(&domain, &device)).unwrap();
-    let timeline = Timeline::new("timeline", TimelineOptions::at(&domain, &device)).unwrap();
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(&domain, &device)
-    };
-    let semaphore = Semaphore::new("semaphore", options).unwrap();
+    let timeline = Timeline::new("timeline", CreateOptions::at(&domain, &device)).unwrap();
+    let options = CreateOptions::at(&domain, &device);
+    let semaphore = Semaphore::new("semaphore", 1, options).unwrap();
     let pool = Pool::new("pool", PoolOptions::at(&domain, &device)).unwrap();
     let member = Member::new("x", MemberOptions::at(&domain)).unwrap();
     let memory = Memory::allocate(&device, 8).unwrap();
@@ -308,10 +304,10 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
     type Open<'a> = &'a dyn Fn(&str) -> Option<Error>;
     let opens: [(Kind, Open<'_>); 5] = [
         (Kind::Publisher, &|at| {
-            Subscriber::new(at, SubscriberOptions::at(&domain, &device)).err()
+            Subscriber::open(at, SubscriberOptions::at(&domain, &device), Duration::ZERO).err()
         }),
         (Kind::Queue, &|at| {
-            Worker::new(at, WorkerOptions::at(&domain, &device)).err()
+            Worker::open(at, WorkerOptions::at(&domain, &device), Duration::ZERO).err()
         }),
         (Kind::Timeline, &|at| {
             Timeline::open(at, OpenOptions::at(&domain, &device), Duration::ZERO).err()

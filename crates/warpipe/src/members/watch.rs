@@ -8,6 +8,7 @@ use super::changes::Callback;
 use super::monitor::{DirectoryMonitor, WatchShared};
 use super::table::with_endpoints;
 use super::{Change, MemberInfo, endpoint};
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::thread::Thread;
@@ -45,7 +46,7 @@ use crate::wait::Wait;
 /// # Clean-up when a member dies
 ///
 /// * Its names: a watch removes the sockets and lock files that the dead process left anywhere in
-///   the domain (see [`MembersOptions::clean`]), so that a successor can take them.
+///   the domain (see [`MembersOptions::keep_files`]), so that a successor can take them.
 /// * The clean-ups that are registered for it with [`Members::on_death_of`].
 /// * Its samples, memory, permits and jobs come back without this module: each process that shares
 ///   them sees the same proof, and reclaims them then.
@@ -61,23 +62,13 @@ struct Watch {
 }
 
 /// The options of a watch, [`Members`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct MembersOptions {
     /// The domain to watch; the environment's by default.
     pub domain: Option<Domain>,
-    /// Whether to remove the endpoints that dead members leave anywhere in the domain. Default:
-    /// yes. A file is removed only under its lock, so no living process loses one, also when
-    /// several watches clean.
-    pub clean: bool,
-}
-
-impl Default for MembersOptions {
-    fn default() -> MembersOptions {
-        MembersOptions {
-            domain: None,
-            clean: true,
-        }
-    }
+    /// Whether the endpoints of dead members stay in the domain. By default the watch removes them:
+    /// a file only under its lock, so no living process loses one, also when several watches clean.
+    pub keep_files: bool,
 }
 
 impl MembersOptions {
@@ -90,13 +81,7 @@ impl MembersOptions {
     }
 }
 
-impl std::fmt::Debug for Members {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Members")
-            .field("domain", &self.watch.shared.domain.path())
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(Members { calls_back });
 
 impl Members {
     /// Starts to watch a domain (`inotify_init(2)`). Waits until the present members have answered,
@@ -137,7 +122,7 @@ impl Members {
 
     fn start(options: MembersOptions, callback: Option<Callback>) -> Result<Members> {
         let domain = chosen_domain(&options.domain)?;
-        let shared = Arc::new(WatchShared::new(domain, options.clean)?);
+        let shared = Arc::new(WatchShared::new(domain, !options.keep_files)?);
         let (unsettled, settled) = channel();
         let monitor = DirectoryMonitor::new(shared.clone(), unsettled)?;
         let calls_back = callback.is_some();

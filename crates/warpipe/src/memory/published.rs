@@ -17,7 +17,7 @@ use crate::options::{chosen_domain, serve};
 
 /// The options with which [`Memory::publish`] publishes memory; those of a channel are
 /// [`PublisherOptions`](crate::PublisherOptions).
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct PublishOptions {
     /// The domain to publish in; the environment's by default.
     pub domain: Option<Domain>,
@@ -29,17 +29,6 @@ pub struct PublishOptions {
     /// Admits processes with one of these as their effective group. The kernel reports no
     /// supplementary groups of a peer, so those do not count.
     pub allow_gids: Vec<u32>,
-}
-
-impl Default for PublishOptions {
-    fn default() -> PublishOptions {
-        PublishOptions {
-            domain: None,
-            access: Access::Read,
-            allow_uids: Vec::new(),
-            allow_gids: Vec::new(),
-        }
-    }
 }
 
 impl PublishOptions {

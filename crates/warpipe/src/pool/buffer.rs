@@ -194,11 +194,6 @@ impl Pool {
         })
     }
 
-    /// The pool's device.
-    pub fn device(&self) -> &Device {
-        &self.inner.allocator.device
-    }
-
     /// Allocates `bytes` bytes, aligned to 512: from free blocks, else from a new region
     /// (`cuMemCreate`), else it waits for other blocks to be released. Its contents are what this user left there, or zeros.
     ///

@@ -34,7 +34,7 @@ pub(crate) use observer::{Reply, ReplyLink, SubscriberChanges};
 pub(crate) use options::PublisherRole;
 pub use options::{PeerCredentials, Policy, PublisherOptions, SubscriberInfo};
 pub use parts::{PART_NAME_BYTES_MAX, PARTS_MAX, Part, lay_out_parts};
-pub use publisher::{Publisher, SampleMut, SendError};
+pub use publisher::{Publisher, PublisherStats, SampleMut, SendError};
 pub(crate) use publisher_core::REPLIES;
 pub use publisher_core::{SlotHold, SlotReturn};
 pub(crate) use sample::RawSample;

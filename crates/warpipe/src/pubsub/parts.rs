@@ -4,7 +4,6 @@
 //! once, and computes where in the slot they lie.
 
 use std::borrow::Cow;
-use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
@@ -29,12 +28,20 @@ pub(crate) fn is_name(name: &str) -> bool {
 const ALIGNMENT: u64 = 256;
 
 /// One tensor of a sample that has several.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Part {
-    name: Box<str>,
-    layout: Layout,
-    pub(super) address: DevicePtr,
-    is_in_place: bool,
+    /// Its name, of 1 to [`PART_NAME_BYTES_MAX`] bytes: no other part of the sample has it.
+    pub name: Box<str>,
+    /// Its layout, from [`slot_ptr`](Self::slot_ptr) on.
+    pub layout: Layout,
+    /// The device address of the element with all indices 0.
+    pub ptr: DevicePtr,
+    /// The device address of its first byte; it is `layout.bytes()` long.
+    pub slot_ptr: DevicePtr,
+    /// Whether it lies in memory of its sender's own: see
+    /// [`SampleMut::add_part_in`](crate::SampleMut::add_part_in).
+    pub is_in_place: bool,
 }
 
 impl Part {
@@ -42,41 +49,10 @@ impl Part {
         Part {
             name: name.into(),
             layout: *layout,
-            address,
+            ptr: address + layout.offset(),
+            slot_ptr: address,
             is_in_place,
         }
-    }
-
-    /// Its name, of 1 to [`PART_NAME_BYTES_MAX`] bytes: no other part of the sample has it.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Its layout, from [`slot_ptr`](Self::slot_ptr) on.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    /// The device address of the element with all indices 0.
-    pub fn ptr(&self) -> DevicePtr {
-        self.address + self.layout.offset()
-    }
-
-    /// The device address of its first byte; it is `layout().bytes()` long.
-    pub fn slot_ptr(&self) -> DevicePtr {
-        self.address
-    }
-
-    /// Whether it lies in memory of its sender's own: see
-    /// [`SampleMut::add_part_in`](crate::SampleMut::add_part_in).
-    pub fn is_in_place(&self) -> bool {
-        self.is_in_place
-    }
-}
-
-impl fmt::Debug for Part {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}: {:?}", self.name, self.layout)
     }
 }
 
@@ -86,7 +62,7 @@ pub(super) fn find<'p>(parts: &'p [Part], name: &str) -> Result<&'p Part> {
         .iter()
         .find(|part| *part.name == *name)
         .ok_or_else(|| {
-            let known: Vec<&str> = parts.iter().map(Part::name).collect();
+            let known: Vec<&str> = parts.iter().map(|part| &*part.name).collect();
             Error::argument("part", format!("{name:?}"), format!("one of {known:?}"))
         })
 }

@@ -29,6 +29,20 @@ use crate::wait::Wait;
 /// The highest number that may be skipped to.
 const SEQUENCE_MAX: u64 = 1 << 62;
 
+/// What [`Publisher::stats`] reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PublisherStats {
+    /// Device memory in regions, in bytes. Regions that were given back count until no process has
+    /// them mapped.
+    pub memory_bytes: u64,
+    /// The most that may be taken.
+    pub memory_limit: u64,
+    /// Samples, and parts of samples, that were sent where they lie and are kept, because a
+    /// subscriber may read them.
+    pub in_place: usize,
+}
+
 /// Hands tensors in device memory to any number of subscribers.
 ///
 /// ```
@@ -39,7 +53,8 @@ const SEQUENCE_MAX: u64 = 1 << 62;
 /// # let folder = std::env::temp_dir().join(format!("warpipe-doc-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let publisher = Publisher::new("camera/front", PublisherOptions::at(&domain, &device))?;
-/// let mut subscriber = Subscriber::new("camera/front", SubscriberOptions::at(&domain, &device))?;
+/// let options = SubscriberOptions::at(&domain, &device);
+/// let mut subscriber = Subscriber::open("camera/front", options, Duration::ZERO)?;
 ///
 /// let stream = device.stream()?;
 /// let mut frame = publisher.loan(&Layout::contiguous(DType::U8, &[2, 3])?)?;
@@ -235,12 +250,14 @@ impl Publisher {
     /// # let folder = std::env::temp_dir().join(format!("warpipe-skip-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// let first = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-    /// let mut from = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
+    /// let options = SubscriberOptions::at(&domain, &device);
+    /// let mut from = Subscriber::open("a", options, Duration::ZERO)?;
     /// let source = from.publisher_source().unwrap();
     /// let place = PublisherOptions::at(&domain, &device);
     /// let options = PublisherOptions { forwards: Some(source), ..place };
     /// let forwarder = Publisher::new("b", options)?;
-    /// let mut subscriber = Subscriber::new("b", SubscriberOptions::at(&domain, &device))?;
+    /// let options = SubscriberOptions::at(&domain, &device);
+    /// let mut subscriber = Subscriber::open("b", options, Duration::ZERO)?;
     ///
     /// let stream = device.stream()?;
     /// for number in 1..=3 {
@@ -331,14 +348,20 @@ impl Publisher {
         Ok(())
     }
 
-    /// Device memory in regions and its limit, in bytes. Regions that were given back count until
-    /// no process has them mapped.
-    pub fn memory_in_use(&self) -> (u64, u64) {
-        let Ok(core) = self.core.get() else {
-            return (0, self.core.options.memory_limit);
-        };
+    /// Its memory now, and what it keeps for subscribers. Drops the owners of samples that were
+    /// sent where they lie and that no subscriber reads any more.
+    ///
+    /// # Errors
+    /// [`Error::State`](crate::Error::State).
+    pub fn stats(&self) -> Result<PublisherStats> {
+        let core = self.core.get()?;
+        let in_place = core.drop_free_owners();
         let state = core.lock();
-        (state.region_bytes(), state.arena.limit())
+        Ok(PublisherStats {
+            memory_bytes: state.region_bytes(),
+            memory_limit: state.arena.limit(),
+            in_place,
+        })
     }
 }
 

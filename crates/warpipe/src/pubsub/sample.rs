@@ -411,7 +411,7 @@ impl Sample {
         wait: impl Into<Wait<'w>>,
     ) -> Result<()> {
         let part = self.part(name)?;
-        self.download((part.slot_ptr(), part.layout()), bytes, &wait.into())
+        self.download((part.slot_ptr, part.layout), bytes, &wait.into())
     }
 
     /// Copies a whole tensor, of this address and layout: the slot's, or that of one part.
@@ -457,7 +457,7 @@ impl Sample {
     /// # Errors
     /// As [`to_vec`](Self::to_vec) and [`part`](Self::part).
     pub fn part_to_vec<'w>(&self, name: &str, wait: impl Into<Wait<'w>>) -> Result<Vec<u8>> {
-        let mut bytes = zeroed(self.part(name)?.layout().bytes())?;
+        let mut bytes = zeroed(self.part(name)?.layout.bytes())?;
         self.copy_part_to(name, &mut bytes, wait)?;
         Ok(bytes)
     }

@@ -69,7 +69,8 @@ pub struct PublisherInfo {
 /// # runtime.block_on(async {
 /// use tokio::io::unix::AsyncFd;
 ///
-/// let subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
+/// let options = SubscriberOptions::at(&domain, &device);
+/// let subscriber = Subscriber::open("a", options, Duration::ZERO)?;
 /// let stream = device.stream()?;
 /// publisher.send_bytes(&stream, b"hello")?;
 ///
@@ -117,23 +118,16 @@ pub struct Subscriber {
 }
 
 impl Subscriber {
-    /// Finds the publisher and attaches.
+    /// Waits for a publisher of the name, and attaches: [`Duration::ZERO`] asks for one that is
+    /// there.
     ///
     /// # Errors
     /// [`NotFound`](crate::Error::NotFound), [`Name`](crate::Error::Name),
     /// [`Handshake`](crate::Error::Handshake), [`Refused`](crate::Error::Refused),
-    /// [`Device`](crate::Error::Device), [`Os`](crate::Error::Os), or an error of the driver. On an
-    /// error nothing is left behind.
-    pub fn new(name: &str, options: SubscriberOptions) -> Result<Subscriber> {
-        Subscriber::wait_for(name, options, Duration::ZERO)
-    }
-
-    /// Waits for a publisher of the name, and attaches.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new); [`Timeout`](crate::Error::Timeout) when the wait is cancelled while a
-    /// publisher does not answer.
-    pub fn wait_for<'w>(
+    /// [`Device`](crate::Error::Device), [`Os`](crate::Error::Os), or an error of the driver;
+    /// [`Timeout`](crate::Error::Timeout) when the wait is cancelled while a publisher does not
+    /// answer. On an error nothing is left behind.
+    pub fn open<'w>(
         name: &str,
         options: SubscriberOptions,
         wait: impl Into<Wait<'w>>,

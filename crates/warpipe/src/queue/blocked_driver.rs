@@ -98,7 +98,7 @@ fn work(mut worker: Worker, stream: &Stream) -> (Worker, u64, Vec<u8>) {
     in_time(move || {
         let lease = worker.lease(&stream, PATIENCE).unwrap();
         let (job, bytes) = (lease.job, lease.to_vec(PATIENCE).unwrap());
-        lease.complete(&stream).unwrap();
+        lease.complete(None, &stream).unwrap();
         (worker, job, bytes)
     })
 }
@@ -287,7 +287,7 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
         // It may have been given the other job, and its data never comes.
         while !job.is_done().unwrap() {
             match worker.lease(&stream, SHORT) {
-                Ok(lease) => lease.complete(&stream).unwrap(),
+                Ok(lease) => lease.complete(None, &stream).unwrap(),
                 Err(Error::Timeout { .. }) => {}
                 Err(other) => panic!("{other}"),
             }
@@ -304,7 +304,7 @@ fn a_job_that_waited_is_given_out_once_its_data_is_complete_and_not_before() {
     let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
     let lease = worker.lease(&stream, PATIENCE).unwrap();
     let ([late, last], go) = scene.submit_late([b"late", b"last"]);
-    lease.complete(&stream).unwrap();
+    lease.complete(None, &stream).unwrap();
     let (queue, on) = (scene.queue.clone(), stream.clone());
     let late = in_time(move || {
         assert_eq!(early.wait(&on, PATIENCE).unwrap().job, early.id());
@@ -334,7 +334,7 @@ fn an_event_loop_is_notified_of_a_result_while_the_data_of_another_job_is_not_co
     let lease = worker.lease(&stream, PATIENCE).unwrap();
     let (_late, go) = scene.submit_late([b"late"]);
     let watch = scene.queue.watch().unwrap();
-    lease.complete(&stream).unwrap();
+    lease.complete(None, &stream).unwrap();
     let patience = crate::os::timespec(PATIENCE);
     loop {
         let mut readable = [rustix::event::PollFd::new(

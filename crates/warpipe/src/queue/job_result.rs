@@ -18,7 +18,10 @@ const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 #[must_use = "a result that is dropped is released"]
 pub struct JobResult {
-    pub(super) sample: Sample,
+    /// The result as a sample, which can be released behind other streams. The first bytes of its
+    /// [`metadata`](Sample::metadata) belong to the queue: call [`metadata`](Self::metadata)
+    /// instead.
+    pub sample: Sample,
     /// The job's number, from 1.
     pub job: u64,
     /// The number of the attempt that gave this result, from 1.
@@ -41,27 +44,12 @@ impl JobResult {
         user_of_answer(self.sample.metadata())
     }
 
-    /// The result as a sample, which can be released behind other streams. The first bytes of its
-    /// [`metadata`](Sample::metadata) belong to the queue: call [`metadata`](Self::metadata)
-    /// before.
-    pub fn into_sample(self) -> Sample {
-        self.sample
-    }
-
     /// Copies all of it to host memory.
     ///
     /// # Errors
     /// Those of [`Sample::to_vec`].
     pub fn to_vec(&self) -> Result<Vec<u8>> {
         self.sample.to_vec(COPY_TIMEOUT)
-    }
-
-    /// Copies all of it to `bytes`.
-    ///
-    /// # Errors
-    /// Those of [`Sample::copy_to`].
-    pub fn copy_to(&self, bytes: &mut [u8]) -> Result<()> {
-        self.sample.copy_to(bytes, COPY_TIMEOUT)
     }
 
     /// Releases the result behind the work of its stream, as dropping it does, and reports whether

@@ -82,7 +82,7 @@ impl AnswerPublisher {
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// # let stream = device.stream()?;
 /// let queue = Queue::new("jobs", QueueOptions::at(&domain, &device))?;
-/// let mut worker = Worker::new("jobs", WorkerOptions::at(&domain, &device))?;
+/// let mut worker = Worker::open("jobs", WorkerOptions::at(&domain, &device), Duration::ZERO)?;
 /// let job = queue.submit_bytes(b"work", &stream)?;
 /// let (_input, answer) = worker.lease(&stream, Duration::from_secs(1))?.split();
 /// answer.complete(None, &stream, Duration::ZERO)?; // or an `AnswerError` with the handle, at once
@@ -396,23 +396,16 @@ impl Lease {
         self.answer_handle.output(layout)
     }
 
-    /// Completes the job without output once the work enqueued on `stream` is done. `stream` is the
-    /// stream that the job was leased with, or has been made to wait for that stream.
+    /// Completes the job, with a result if there is one, once the work enqueued on `stream` is
+    /// done. `stream` is the stream that the job was leased with, or has been made to wait for that
+    /// stream.
     ///
     /// # Errors
     /// [`Error::PeerGone`]; [`Error::Timeout`] when the owner holds too many earlier results;
     /// [`Error::Argument`] for a stream of another device, or an output of another lease;
     /// [`Error::Driver`]. The attempt has failed then: [`AnswerHandle::complete`] can try again.
-    pub fn complete(self, stream: &Stream) -> Result<()> {
-        self.answer(AnswerKind::Completed, None, Some(stream))
-    }
-
-    /// Completes the job with this result once the work enqueued on `stream` is done.
-    ///
-    /// # Errors
-    /// As [`complete`](Self::complete).
-    pub fn complete_with(self, output: Loan, stream: &Stream) -> Result<()> {
-        self.answer(AnswerKind::Completed, Some(output), Some(stream))
+    pub fn complete(self, output: impl Into<Option<Loan>>, stream: &Stream) -> Result<()> {
+        self.answer(AnswerKind::Completed, output.into(), Some(stream))
     }
 
     /// Fails this attempt. Another worker tries again, as often as the queue allows. At most 200

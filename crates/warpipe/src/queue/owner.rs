@@ -12,6 +12,7 @@ use super::watch::QueueWatch;
 use crate::device::Device;
 use crate::error::{Error, Result, Returned};
 use crate::fork::leak_on_fork::LeakOnFork;
+use crate::pubsub::PublisherStats;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -29,6 +30,10 @@ pub struct QueueState {
     pub leased: usize,
     /// Jobs that are done or dead-lettered, with an outcome that was not taken.
     pub finished: usize,
+    /// Device memory taken for inputs, in bytes.
+    pub memory_bytes: u64,
+    /// The most that may be taken.
+    pub memory_limit: u64,
 }
 
 /// Hands jobs to workers, each to one, and gets each one's result once.
@@ -43,7 +48,7 @@ pub struct QueueState {
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let queue = Queue::new("jobs", QueueOptions::at(&domain, &device))?;
 /// // In another process, as a rule:
-/// let mut worker = Worker::new("jobs", WorkerOptions::at(&domain, &device))?;
+/// let mut worker = Worker::open("jobs", WorkerOptions::at(&domain, &device), Duration::ZERO)?;
 ///
 /// let stream = device.stream()?;
 /// let mut input = queue.loan(&Layout::bytes_only(3)?)?;
@@ -54,7 +59,7 @@ pub struct QueueState {
 /// let mut output = lease.output(lease.layout())?;
 /// let doubled: Vec<u8> = lease.to_vec(Duration::from_secs(1))?.iter().map(|byte| 2 * byte).collect();
 /// output.write(&stream, &doubled)?; // or a kernel of yours, from lease.ptr() to output.ptr()
-/// lease.complete_with(output, &stream)?;
+/// lease.complete(output, &stream)?;
 ///
 /// let result = job.wait(&stream, Duration::from_secs(5))?;
 /// assert_eq!((result.to_vec()?, result.attempt), (vec![2, 4, 6], 1));
@@ -74,7 +79,7 @@ impl Queue {
     }
 
     /// The device of this queue.
-    pub fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         self.dispatcher.publisher.device()
     }
 
@@ -265,7 +270,11 @@ impl Queue {
     /// # Errors
     /// [`Error::State`].
     pub fn state(&self) -> Result<QueueState> {
-        self.dispatcher.owner_process.check()?;
+        let PublisherStats {
+            memory_bytes,
+            memory_limit,
+            ..
+        } = self.dispatcher.publisher.stats()?;
         let mut guard = self.dispatcher.lock();
         self.dispatcher.process_events(&mut guard);
         let open = guard.sessions.iter().filter(|session| session.is_open());
@@ -274,6 +283,8 @@ impl Queue {
             waiting: guard.table.waiting(),
             leased: guard.table.leased(),
             finished: guard.table.len() - guard.table.unfinished(),
+            memory_bytes,
+            memory_limit,
         })
     }
 
@@ -286,11 +297,6 @@ impl Queue {
         let doorbell = Arc::new(LocalDoorbell::new()?);
         self.dispatcher.lock().waiters.add_watch(&doorbell);
         Ok(QueueWatch::new(doorbell))
-    }
-
-    /// Device memory taken for inputs so far and its limit, in bytes.
-    pub fn memory_in_use(&self) -> (u64, u64) {
-        self.dispatcher.publisher.memory_in_use()
     }
 }
 

@@ -60,12 +60,13 @@ impl QueueFixture {
     }
 
     pub(super) fn worker(&self) -> Worker {
-        Worker::new(
+        Worker::open(
             "jobs",
             WorkerOptions {
                 answer_timeout: SOON,
                 ..WorkerOptions::at(&self.domain, &self.device)
             },
+            Duration::ZERO,
         )
         .unwrap()
     }
@@ -144,7 +145,7 @@ fn survives(lie: impl FnOnce(&FakeWorker<'_>, DeliveryTag)) {
     let mut honest = fixture.worker();
     let lease = honest.lease(&fixture.stream, SOON).unwrap();
     assert_eq!((lease.job, lease.attempt), (job.id(), 2));
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 2);
 }
 
@@ -290,7 +291,7 @@ fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
                 Ok(lease) => {
                     let mut output = lease.output(lease.layout()).unwrap();
                     output.write(&stream, &lease.to_vec(SOON).unwrap()).unwrap();
-                    lease.complete_with(output, &stream).unwrap();
+                    lease.complete(output, &stream).unwrap();
                     done += 1;
                 }
                 Err(Error::PeerGone { .. }) => return done,
@@ -344,7 +345,7 @@ fn results_that_are_kept_hold_up_no_job() {
                 let bytes = lease.to_vec(SOON).unwrap();
                 let mut output = lease.output(lease.layout()).unwrap();
                 output.write(&stream, &bytes).unwrap();
-                lease.complete_with(output, &stream).unwrap();
+                lease.complete(output, &stream).unwrap();
             }
             worker
         }
@@ -387,7 +388,7 @@ fn more_jobs_wait_for_a_worker_than_a_publisher_has_slots_at_first() {
     let mut worker = fixture.worker();
     for _ in 0..COUNT {
         let lease = worker.lease(&fixture.stream, SOON).unwrap();
-        lease.complete(&fixture.stream).unwrap();
+        lease.complete(None, &fixture.stream).unwrap();
     }
     queue.drain(SOON).unwrap();
     assert_eq!(queue.state().unwrap().finished, COUNT);
@@ -406,11 +407,11 @@ fn a_job_that_waits_for_its_data_holds_up_none_behind_it() {
     let mut next = || worker.lease(&fixture.stream, SOON).unwrap();
     let lease = next();
     assert_eq!(lease.job, second.id());
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     drop(go);
     let lease = next();
     assert_eq!(lease.job, first.id());
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     queue.drain(SOON).unwrap();
 }
 
@@ -427,12 +428,12 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
         answer_timeout: Duration::from_millis(20),
         ..WorkerOptions::at(&fixture.domain, &fixture.device)
     };
-    let mut worker = Worker::new("jobs", options).unwrap();
+    let mut worker = Worker::open("jobs", options, Duration::ZERO).unwrap();
     let [first, second] = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let all = Layout::bytes_only(2 << 20).unwrap();
     let mut lease = worker.lease(&fixture.stream, SOON).unwrap();
     let output = lease.output(&all).unwrap();
-    lease.complete_with(output, &fixture.stream).unwrap();
+    lease.complete(output, &fixture.stream).unwrap();
     let kept = first.wait(&fixture.stream, SOON).unwrap();
     lease = worker.lease(&fixture.stream, SOON).unwrap();
     let short = lease.output(&all).unwrap_err();
@@ -449,7 +450,7 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
     drop(kept);
     let third = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     lease = worker.lease(&fixture.stream, SOON).unwrap();
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     assert_eq!(third.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
@@ -457,12 +458,13 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
 fn an_answer_waits_for_memory_as_long_as_it_is_told_to_and_sleeps_meanwhile() {
     let fixture = QueueFixture::new();
     let queue = fixture.queue();
-    let mut worker = Worker::new(
+    let mut worker = Worker::open(
         "jobs",
         WorkerOptions {
             answer_timeout: Duration::ZERO,
             ..WorkerOptions::at(&fixture.domain, &fixture.device)
         },
+        Duration::ZERO,
     )
     .unwrap();
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
@@ -497,7 +499,7 @@ fn results_that_nobody_has_taken_yet_hold_up_no_job() {
     (0..KEPT).for_each(|_| drop(queue.submit_bytes(b"work", &fixture.stream).unwrap()));
     for _ in 0..KEPT {
         let lease = worker.lease(&fixture.stream, SOON).unwrap();
-        lease.complete(&fixture.stream).unwrap();
+        lease.complete(None, &fixture.stream).unwrap();
     }
     queue.drain(SOON).unwrap();
     // A result that outlives its worker, and one that is never taken.
@@ -521,7 +523,7 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
         answer_timeout: Duration::from_millis(20),
         ..WorkerOptions::at(&fixture.domain, &fixture.device)
     };
-    let mut silent = Worker::new("jobs", options).unwrap();
+    let mut silent = Worker::open("jobs", options, Duration::ZERO).unwrap();
     queue.wait_for_workers(1, SOON).unwrap();
     let submit = |_| queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let jobs: Vec<_> = (0..ANSWERS).map(submit).collect();
@@ -531,10 +533,10 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     let guard = queue.dispatcher.lock();
     let last = leases.pop().unwrap();
     for lease in leases {
-        lease.complete(&fixture.stream).unwrap();
+        lease.complete(None, &fixture.stream).unwrap();
     }
     assert!(matches!(
-        last.complete(&fixture.stream),
+        last.complete(None, &fixture.stream),
         Err(Error::Timeout { .. })
     ));
     drop(guard);
@@ -552,12 +554,13 @@ fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
         memory_limit: 64 << 20,
         ..it
     });
-    let mut worker = Worker::new(
+    let mut worker = Worker::open(
         "jobs",
         WorkerOptions {
             memory_limit: 64 << 20,
             ..WorkerOptions::at(&fixture.domain, &fixture.device)
         },
+        Duration::ZERO,
     )
     .unwrap();
     for mebibytes in [40, 41, 30] {
@@ -566,7 +569,7 @@ fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
         let job = queue.submit(job, &fixture.stream).unwrap();
         let lease = worker.lease(&fixture.stream, SOON).unwrap();
         let result = lease.output(&layout).unwrap();
-        lease.complete_with(result, &fixture.stream).unwrap();
+        lease.complete(result, &fixture.stream).unwrap();
         let result = job.wait(&fixture.stream, SOON).unwrap();
         assert_eq!(result.layout().bytes(), mebibytes << 20);
     }
@@ -593,7 +596,7 @@ fn a_result_that_comes_after_the_cancellation_stays_also_while_the_wait_polls() 
             scope.spawn(move || {
                 told.recv().unwrap();
                 is_cancelled.store(true, SeqCst);
-                lease.complete(stream).unwrap();
+                lease.complete(None, stream).unwrap();
             });
             let wait = Wait::at_most(SOON).unless(&cancelled);
             let late = match has_handle {
@@ -615,7 +618,7 @@ fn works_until_the_end(mut worker: Worker, stream: Stream) -> std::thread::JoinH
     std::thread::spawn(move || {
         for done in 0.. {
             match worker.lease(&stream, SOON) {
-                Ok(lease) => lease.complete(&stream).unwrap(),
+                Ok(lease) => lease.complete(None, &stream).unwrap(),
                 Err(Error::PeerGone { graceful, .. }) => {
                     assert!(graceful, "a shutdown is no loss");
                     return done;
@@ -651,7 +654,11 @@ fn a_shutdown_ends_the_workers_loops_after_the_last_job_and_frees_the_name() {
     for job in &jobs {
         drop(job.wait(&fixture.stream, SOON).unwrap());
     }
-    let after = Worker::new("jobs", WorkerOptions::at(&fixture.domain, &fixture.device));
+    let after = Worker::open(
+        "jobs",
+        WorkerOptions::at(&fixture.domain, &fixture.device),
+        Duration::ZERO,
+    );
     assert!(matches!(after, Err(Error::NotFound { .. })), "{after:?}");
     let next = fixture.queue();
     assert_eq!(next.name(), "jobs");
@@ -668,7 +675,7 @@ fn a_shutdown_waits_for_the_job_that_a_worker_holds() {
     assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
     let idle = worker.lease(&fixture.stream, Duration::from_millis(1));
     assert!(matches!(idle, Err(Error::Timeout { .. })), "{idle:?}");
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     let end = worker.lease(&fixture.stream, SOON);
     let is_graceful = matches!(end, Err(Error::PeerGone { graceful: true, .. }));
     assert!(is_graceful, "{end:?}");
@@ -697,7 +704,7 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
     assert_eq!(lease.job, 1);
     assert!(queue.shutdown(Duration::ZERO).is_err());
     assert_eq!(queue.cancel_waiting().unwrap(), [2, 3]);
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     queue.shutdown(SOON).unwrap();
     drop(jobs[0].wait(&fixture.stream, SOON).unwrap());
     let gone = jobs[1].wait(&fixture.stream, SOON);
@@ -715,7 +722,11 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
     assert!(queue.shutdown(Duration::ZERO).is_err());
     assert!(job.cancel().unwrap());
     assert!(matches!(
-        Worker::new("jobs", WorkerOptions::at(&fixture.domain, &fixture.device)),
+        Worker::open(
+            "jobs",
+            WorkerOptions::at(&fixture.domain, &fixture.device),
+            Duration::ZERO
+        ),
         Err(Error::NotFound { .. })
     ));
 }
@@ -740,7 +751,7 @@ fn a_wait_that_is_cancelled_while_it_sleeps_does_not_take_the_result_that_ends_t
             while !is_asleep() {
                 std::thread::yield_now();
             }
-            lease.complete(&fixture.stream).unwrap();
+            lease.complete(None, &fixture.stream).unwrap();
         });
         let late = job.wait(&fixture.stream, wait);
         assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
@@ -763,7 +774,7 @@ fn a_result_that_comes_while_a_wait_asks_whether_it_is_cancelled_ends_it_at_once
         let asked = Cell::new(None);
         let cancelled = || {
             if let Some(lease) = lease.take() {
-                lease.complete(&fixture.stream).unwrap();
+                lease.complete(None, &fixture.stream).unwrap();
                 // Another thread, say, takes the answer in.
                 while !job.is_done().unwrap() {}
                 asked.set(Some(Instant::now()));
@@ -823,7 +834,7 @@ fn a_job_in_memory_whose_announcement_is_not_read_yet_is_waited_for() {
         assert!(matches!(early, Err(Error::Timeout { .. })), "{early:?}");
         drop(go);
         let lease = worker.lease(&fixture.stream, SOON).unwrap();
-        lease.complete(&fixture.stream).unwrap();
+        lease.complete(None, &fixture.stream).unwrap();
         drop(job.wait(&fixture.stream, SOON).unwrap());
     });
 }

@@ -19,8 +19,8 @@ use crate::runtime::doorbell::LocalDoorbell;
 /// let watch = queue.watch()?;
 /// let stream = device.stream()?;
 /// let job = queue.submit_bytes(b"input", &stream)?;
-/// let mut worker = Worker::new("jobs", WorkerOptions::at(&domain, &device))?;
-/// worker.lease(&stream, Duration::from_secs(1))?.complete(&stream)?;
+/// let mut worker = Worker::open("jobs", WorkerOptions::at(&domain, &device), Duration::ZERO)?;
+/// worker.lease(&stream, Duration::from_secs(1))?.complete(None, &stream)?;
 /// while !job.is_done()? {
 ///     // An event loop usually sleeps here, on many descriptors.
 ///     rustix::event::poll(&mut [rustix::event::PollFd::new(&watch, rustix::event::PollFlags::IN)], None).unwrap();

@@ -74,21 +74,12 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Finds the queue and attaches.
+    /// Waits for the queue to exist, and attaches: [`Duration::ZERO`] asks for one that is there.
     ///
     /// # Errors
     /// [`Error::NotFound`] when the queue does not exist; [`Error::Name`] when the name is
-    /// no queue's; those of [`Publisher::new`](crate::Publisher::new) and [`Subscriber::new`].
-    pub fn new(queue: &str, options: WorkerOptions) -> Result<Worker> {
-        Worker::wait_for(queue, options, Duration::ZERO)
-    }
-
-    /// Waits for the queue to exist, and attaches.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new); [`Error::Timeout`] when the wait is cancelled while a queue does not
-    /// answer.
-    pub fn wait_for<'w>(
+    /// no queue's; those of [`Publisher::new`](crate::Publisher::new) and [`Subscriber::open`].
+    pub fn open<'w>(
         queue: &str,
         options: WorkerOptions,
         wait: impl Into<Wait<'w>>,

@@ -107,7 +107,7 @@ impl ClientOptions {
 /// let request = server.accept(&stream, Duration::from_secs(5))?;
 /// let mut output = request.output(request.layout())?;
 /// output.write(&stream, &request.to_vec(second)?.to_ascii_uppercase())?;
-/// request.complete_with(output, &stream)?;
+/// request.complete(output, &stream)?;
 /// # Ok::<_, warpipe::Error>(server) }});
 ///
 /// let mut question = client.loan(&Layout::bytes_only(5)?)?;

@@ -331,7 +331,7 @@ impl Server {
         };
         let (domain, client) = (self.domain.clone(), name.clone());
         let reach = move |_: &Wait<'_>| {
-            let built = Worker::new(client.as_str(), options.clone());
+            let built = Worker::open(client.as_str(), options.clone(), Duration::ZERO);
             if matches!(built, Err(Error::NotFound { .. })) {
                 // Each name is used once, so no other process takes it again. One that is held
                 // stays.

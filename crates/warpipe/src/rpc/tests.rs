@@ -69,7 +69,7 @@ impl RpcFixture {
         server
             .accept(&self.stream, SOON)
             .unwrap()
-            .complete(&self.stream)
+            .complete(None, &self.stream)
             .unwrap();
         drop(pending.wait(&self.stream, SOON).unwrap());
     }
@@ -115,7 +115,7 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
         let pending = fixture.asks(&client);
         fixture
             .accept_when_rung(&mut server, &descriptor)
-            .complete(&fixture.stream)
+            .complete(None, &fixture.stream)
             .unwrap();
         drop(pending.wait(&fixture.stream, SOON).unwrap());
     }
@@ -125,13 +125,13 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
     server
         .accept(&fixture.stream, SOON)
         .unwrap()
-        .complete(&fixture.stream)
+        .complete(None, &fixture.stream)
         .unwrap();
     drop(pending.wait(&fixture.stream, SOON).unwrap());
     let pending = fixture.asks(&client);
     fixture
         .accept_when_rung(&mut server, &descriptor)
-        .complete(&fixture.stream)
+        .complete(None, &fixture.stream)
         .unwrap();
     drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
@@ -146,7 +146,7 @@ fn a_polled_server_attaches_again_to_a_client_whose_link_failed() {
     let pending = fixture.asks(&client);
     fixture
         .accept_when_rung(&mut server, &descriptor)
-        .complete(&fixture.stream)
+        .complete(None, &fixture.stream)
         .unwrap();
     drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
@@ -174,9 +174,10 @@ fn a_client_that_has_no_room_is_not_asked_again_at_once() {
         ..PublisherOptions::at(&fixture.domain, &fixture.device)
     };
     let full = Publisher::new(&name, options).unwrap();
-    let other = Subscriber::new(
+    let other = Subscriber::open(
         &name,
         SubscriberOptions::at(&fixture.domain, &fixture.device),
+        Duration::ZERO,
     )
     .unwrap();
     let mut server = fixture.server();
@@ -225,7 +226,7 @@ fn a_client_is_attached_to_after_an_attempt_that_panicked() {
     let pending = fixture.asks(&client);
     let lease = server.accept(&stream, SOON).unwrap();
     assert!(panicking.hook().has_struck());
-    lease.complete(&stream).unwrap();
+    lease.complete(None, &stream).unwrap();
     drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
 

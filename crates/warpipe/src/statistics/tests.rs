@@ -351,7 +351,7 @@ fn a_subscriber_that_looks_for_its_next_publisher_is_attached_to_none() {
         reconnect: true,
         ..SubscriberOptions::at(&domain, &device)
     };
-    let mut subscriber = Subscriber::new(name, options).unwrap();
+    let mut subscriber = Subscriber::open(name, options, Duration::ZERO).unwrap();
     let generations = || -> Vec<_> {
         let seen = own()
             .endpoints

@@ -21,9 +21,9 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::domain::EndpointName;
 use crate::ipc::{AccessPolicy, ClientSession, IpcServer, Kind, SessionObserver};
-use crate::options::{Attachment, OpenOptions, chosen_device, serve};
+use crate::options::{Attachment, CreateOptions, OpenOptions, chosen_device, serve};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::Reactor;
@@ -36,33 +36,6 @@ use crate::wait::Wait;
 
 /// The lane's offset in the page.
 const LANE_OFFSET: usize = 0;
-
-/// The options of a [`Timeline`].
-#[derive(Debug, Clone, Default)]
-pub struct TimelineOptions {
-    /// The domain of its name; the environment's by default.
-    pub domain: Option<Domain>,
-    /// The device of the streams that signal it; [`Device::preferred`] by default.
-    pub device: Option<Device>,
-    /// Admits these users beside this process's own. The domain directory must admit them, too. An
-    /// importer can write the page that it shares with this process, and no other one: it can
-    /// deceive itself alone.
-    pub allow_uids: Vec<u32>,
-    /// Admits processes with one of these as their effective group. The kernel reports no
-    /// supplementary groups of a peer, so those do not count.
-    pub allow_gids: Vec<u32>,
-}
-
-impl TimelineOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> TimelineOptions {
-        TimelineOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..TimelineOptions::default()
-        }
-    }
-}
 
 impl Timeline {
     fn import(attachment: Attachment<'_>) -> Result<Timeline> {
@@ -102,11 +75,11 @@ impl Timeline {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, OpenOptions, Timeline, TimelineOptions};
+/// use warpipe::{Device, Domain, OpenOptions, Timeline, CreateOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-timeline-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let owner = Timeline::new("frames", TimelineOptions::at(&domain, &device))?;
+/// let owner = Timeline::new("frames", CreateOptions::at(&domain, &device))?;
 /// // In another process, as a rule:
 /// let frames = Timeline::open("frames", OpenOptions::at(&domain, &device), Duration::ZERO)?;
 ///
@@ -149,12 +122,14 @@ impl Timeline {
 
     /// Creates a timeline at 0, which this process owns and signals, and takes its name
     /// (`cuMemHostRegister`). Up to 256 processes may open it, 128 of a user other than this one;
-    /// each costs a page of shared memory, and one more device store for each signal.
+    /// each costs a page of shared memory, and one more device store for each signal. An admitted
+    /// user can write the page that it shares with this process, and no other one: it can deceive
+    /// itself alone.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::File`], or an error of the device or the system. An error leaves
     /// nothing behind.
-    pub fn new(name: &str, options: TimelineOptions) -> Result<Timeline> {
+    pub fn new(name: &str, options: CreateOptions) -> Result<Timeline> {
         let name = EndpointName::new(name)?;
         let device = chosen_device(&options.device);
         let reactor = Reactor::of_process()?;
@@ -209,7 +184,8 @@ impl Timeline {
     }
 
     /// Whether this handle may signal.
-    pub(crate) fn is_owner(&self) -> bool {
+    #[cfg(test)]
+    fn is_owner(&self) -> bool {
         matches!(self.role, TimelineRole::Owner { .. })
     }
 
@@ -392,7 +368,7 @@ fn beyond(value: u64, limit: u64) -> Error {
     Error::argument("value", value, format!("up to {limit}"))
 }
 
-opaque_debug!(Timeline { name; is_owner, value });
+opaque_debug!(Timeline { name; value });
 
 /// The owner's signals. The drop ends the timeline: first its streams complete their signals, then
 /// the lanes end, then the memory is released.

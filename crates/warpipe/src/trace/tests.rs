@@ -150,9 +150,10 @@ fn the_life_of_a_name_and_its_subscriber_is_told_in_order() {
     let publisher = folder.publisher("told");
     let opened = next(&seen, "endpoint.opened", "told");
     assert_eq!(opened.field("kind"), Some("publisher"), "{opened:?}");
-    let subscriber = crate::Subscriber::new(
+    let subscriber = crate::Subscriber::open(
         "told",
         crate::SubscriberOptions::at(&folder.0, &Device::host()),
+        Duration::ZERO,
     )
     .unwrap();
     let attached = next(&seen, "subscriber.attached", "told");
@@ -212,7 +213,12 @@ fn wait_with<T>(endpoint: T) {
 fn the_deaths_of_a_subscriber_and_of_an_owner_are_told() {
     let here = "the_deaths_of_a_subscriber_and_of_an_owner_are_told";
     let subscriber = |domain: &Domain, name: &str| {
-        crate::Subscriber::new(name, crate::SubscriberOptions::at(domain, &Device::host())).unwrap()
+        crate::Subscriber::open(
+            name,
+            crate::SubscriberOptions::at(domain, &Device::host()),
+            Duration::ZERO,
+        )
+        .unwrap()
     };
     if let Ok(role) = std::env::var(ROLE) {
         let domain = Domain::at(std::env::var_os(DOMAIN).unwrap()).unwrap();
@@ -282,9 +288,10 @@ fn a_subscriber_that_blocks_or_panics_holds_up_no_endpoint() {
     drop(folder.publisher("panics"));
     let publisher = folder.publisher("goes-on");
     drop(
-        crate::Subscriber::new(
+        crate::Subscriber::open(
             "goes-on",
             crate::SubscriberOptions::at(&folder.0, &Device::host()),
+            Duration::ZERO,
         )
         .unwrap(),
     );

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::base::BaseVersion;
 use super::content::begin_to_hash;
-use super::held::{Held, KnownParts, PartialVersion, Version};
+use super::held::{Held, KnownParts, PartialVersion};
 use super::holder::{self, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
@@ -39,6 +39,10 @@ pub struct SharedWeights {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WeightsInfo<'a> {
+    /// The name.
+    pub name: &'a str,
+    /// The number of the version: larger for later ones.
+    pub version: u64,
     /// The length of the memory: of all [parts](SharedWeights::parts).
     pub bytes: u64,
     /// When the publisher computes the content hashes. Those of [`Hashing::Later`] are there if the
@@ -78,7 +82,7 @@ pub struct HeldVersion {
     pub(super) owner_process: OwnerProcess,
 }
 
-opaque_debug!(SharedWeights {; name, version, info });
+opaque_debug!(SharedWeights {; info });
 opaque_debug!(HeldVersion { name; number });
 
 /// The tensors with another content hash than the manifest says, in the manifest's order; those
@@ -218,7 +222,7 @@ impl SharedWeights {
             ..
         } = &self.inner.version;
         self.inner.owner_process.check()?;
-        SharedWeights::after(domain, name, device, self.version(), &wait.into())
+        SharedWeights::after(domain, name, device, self.info().version, &wait.into())
     }
 
     fn after(
@@ -247,17 +251,6 @@ impl SharedWeights {
         }
     }
 
-    /// The name.
-    pub fn name(&self) -> &str {
-        self.inner.name.as_str()
-    }
-
-    /// The number of the version: larger for later ones.
-    pub fn version(&self) -> u64 {
-        let Version { number, .. } = self.inner.held.version;
-        number
-    }
-
     /// The device that it is mapped on.
     pub fn device(&self) -> &Device {
         &self.inner.device
@@ -278,6 +271,8 @@ impl SharedWeights {
     pub fn info(&self) -> WeightsInfo<'_> {
         let manifest = &self.inner.held.manifest;
         WeightsInfo {
+            name: self.inner.name.as_str(),
+            version: self.inner.held.version.number,
             bytes: manifest.bytes(),
             hashing: manifest.hashing(),
             is_hashed: self.inner.held.is_hashed(),

@@ -238,8 +238,8 @@ fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
     let first = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(stage.publish(2).version, 2);
     let second = first.newer(WAIT).unwrap();
-    assert_eq!((first.version(), byte_of(&first)), (1, 1));
-    assert_eq!((second.version(), byte_of(&second)), (2, 2));
+    assert_eq!((first.info().version, byte_of(&first)), (1, 1));
+    assert_eq!((second.info().version, byte_of(&second)), (2, 2));
     assert_eq!(keeper.state().unwrap().version, Some(2));
     let none = second.newer(Duration::from_millis(1)).unwrap_err();
     assert!(matches!(none, Error::Timeout { .. }), "{none}");
@@ -271,8 +271,8 @@ fn concurrent_readers_see_all_of_one_version_and_no_older_one_afterwards() {
                 let mut last = 0;
                 while !is_over.load(SeqCst) {
                     let weights = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-                    assert!(weights.version() >= last);
-                    last = weights.version();
+                    assert!(weights.info().version >= last);
+                    last = weights.info().version;
                     assert_eq!(u64::from(byte_of(&weights)), last);
                 }
             });

@@ -150,7 +150,7 @@ fn a_peer_in_another_time_namespace_is_seen_and_keeps_the_deadlines_of_this_one(
         let mut server = Server::new("service", ServerOptions::at(domain, &device))?;
         let request = server.accept(&stream(), LONG)?;
         let output = request.output(&Layout::bytes_only(4)?)?;
-        request.complete_with(output, &stream())
+        request.complete(output, &stream())
     };
     let call = |client: &Client| {
         let input = client.loan(&Layout::bytes_only(4)?)?;

@@ -53,12 +53,13 @@ fn open_to_both() -> (Scratch, Publisher) {
 
 fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
     let domain = Domain::of_user(&scratch.path, 0)?;
-    Subscriber::new(
+    Subscriber::open(
         "a",
         SubscriberOptions {
             handshake_timeout: LONG,
             ..SubscriberOptions::at(&domain, &Device::host())
         },
+        Duration::ZERO,
     )
 }
 

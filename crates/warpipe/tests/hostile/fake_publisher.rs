@@ -96,7 +96,7 @@ pub(super) fn meet(
             handshake_timeout: timeout,
             ..SubscriberOptions::at(&scratch.domain, &Device::host())
         };
-        let result = Subscriber::new("a", options);
+        let result = Subscriber::open("a", options, Duration::ZERO);
         drop(publisher.join().unwrap());
         result
     })

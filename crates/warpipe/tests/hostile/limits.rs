@@ -124,12 +124,13 @@ fn serve() {
 }
 
 fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
-    Subscriber::new(
+    Subscriber::open(
         "a",
         SubscriberOptions {
             handshake_timeout: Duration::from_millis(300),
             ..SubscriberOptions::at(&scratch.domain, &Device::host())
         },
+        Duration::ZERO,
     )
 }
 
@@ -337,15 +338,19 @@ fn an_owner_without_descriptors_loses_no_job_that_was_done() {
     let device = Device::host();
     if role().as_deref() == Some("worker") {
         let domain = domain_of_test();
-        let mut worker =
-            crate::Worker::new("jobs", crate::WorkerOptions::at(&domain, &device)).unwrap();
+        let mut worker = crate::Worker::open(
+            "jobs",
+            crate::WorkerOptions::at(&domain, &device),
+            Duration::ZERO,
+        )
+        .unwrap();
         let stream = stream();
         let complete = |worker: &mut crate::Worker, bytes| {
             let lease = worker.lease(&stream, LONG).unwrap();
             println!("leased");
             next_order().unwrap();
             let output = lease.output(&Layout::bytes_only(bytes).unwrap()).unwrap();
-            lease.complete_with(output, &stream).unwrap();
+            lease.complete(output, &stream).unwrap();
             println!("answered");
         };
         [10, 4_000_000, 10]
@@ -382,8 +387,12 @@ fn a_subscriber_costs_its_publisher_six_descriptors() {
     let test = "a_subscriber_costs_its_publisher_six_descriptors";
     if role().as_deref() == Some("importer") {
         let domain = domain_of_test();
-        let _subscriber =
-            Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host())).unwrap();
+        let _subscriber = Subscriber::open(
+            "a",
+            SubscriberOptions::at(&domain, &Device::host()),
+            Duration::ZERO,
+        )
+        .unwrap();
         println!("attached");
         let _ = next_order();
         return;
@@ -414,7 +423,13 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     let test = "a_process_takes_its_own_share_of_the_links_and_leaves_the_rest";
     if role().as_deref() == Some("many") {
         let domain = domain_of_test();
-        let subscribe = || Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host()));
+        let subscribe = || {
+            Subscriber::open(
+                "a",
+                SubscriberOptions::at(&domain, &Device::host()),
+                Duration::ZERO,
+            )
+        };
         let subscribers: Vec<_> = (0..64).map(|_| subscribe().unwrap()).collect();
         let fault = match subscribe() {
             Err(Error::Handshake { fault, .. }) => fault,
@@ -505,14 +520,11 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
             crate::Pool::new("pool", crate::PoolOptions::at(&scratch.domain, &device)).unwrap();
         let _timeline = crate::Timeline::new(
             "timeline",
-            crate::TimelineOptions::at(&scratch.domain, &device),
+            crate::CreateOptions::at(&scratch.domain, &device),
         )
         .unwrap();
-        let options = crate::SemaphoreOptions {
-            permits: 1,
-            ..crate::SemaphoreOptions::at(&scratch.domain, &device)
-        };
-        let _turns = crate::Semaphore::new("turns", options).unwrap();
+        let options = crate::CreateOptions::at(&scratch.domain, &device);
+        let _turns = crate::Semaphore::new("turns", 1, options).unwrap();
         let before = settled_descriptors();
         let mut client = TestProcess::start(module_path!(), test, "client", &scratch);
         client.hear("no descriptors left");
@@ -580,7 +592,14 @@ fn a_worker_takes_four_descriptors_and_two_of_its_queue() {
         || {
             let (scratch, device) = (Scratch::new(), Device::host());
             let queue = Queue::new("q", QueueOptions::at(&scratch.domain, &device)).unwrap();
-            let worker = || Worker::new("q", WorkerOptions::at(&scratch.domain, &device)).unwrap();
+            let worker = || {
+                Worker::open(
+                    "q",
+                    WorkerOptions::at(&scratch.domain, &device),
+                    Duration::ZERO,
+                )
+                .unwrap()
+            };
             // The first one brings the lifeline of this process.
             let first = worker();
             queue.wait_for_workers(1, LONG).unwrap();

@@ -104,7 +104,7 @@ fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() 
         ),
         "{loan}"
     );
-    assert_eq!(publisher.memory_in_use().0, 0);
+    assert_eq!(publisher.stats().unwrap().memory_bytes, 0);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
     drop(publisher);
 

@@ -26,8 +26,11 @@ fn a_name_that_breaks_a_rule_is_refused_by_both_ends() {
             matches!(publisher, Err(Error::Name(NameFault::Invalid { .. }))),
             "{bad:?}"
         );
-        let subscriber =
-            Subscriber::new(bad, SubscriberOptions::at(&scratch.domain, &Device::host()));
+        let subscriber = Subscriber::open(
+            bad,
+            SubscriberOptions::at(&scratch.domain, &Device::host()),
+            std::time::Duration::ZERO,
+        );
         assert!(
             matches!(subscriber, Err(Error::Name(NameFault::Invalid { .. }))),
             "{bad:?}"
@@ -49,9 +52,10 @@ fn the_longest_name_can_be_published_and_subscribed_to() {
         PublisherOptions::at(&scratch.domain, &Device::host()),
     )
     .unwrap();
-    Subscriber::new(
+    Subscriber::open(
         &long,
         SubscriberOptions::at(&scratch.domain, &Device::host()),
+        std::time::Duration::ZERO,
     )
     .unwrap();
     drop(publisher);
@@ -157,7 +161,12 @@ fn a_relative_directory_stays_the_same_when_the_process_moves() {
             std::env::set_current_dir("/").unwrap();
             let publisher =
                 Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap();
-            Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host())).unwrap();
+            Subscriber::open(
+                "a",
+                SubscriberOptions::at(&domain, &Device::host()),
+                std::time::Duration::ZERO,
+            )
+            .unwrap();
             assert!(scratch.path.join("relative/a.sock").exists());
             drop(publisher);
             assert!(!scratch.path.join("relative/a.sock").exists());
@@ -198,8 +207,12 @@ fn the_name_of_a_dead_process_is_free_although_its_exit_has_not_closed_the_lock_
     for _ in 0..5 {
         let mut owner = TestProcess::start(module_path!(), TEST, "owner", &scratch);
         owner.hear("ready");
-        let mut subscriber =
-            Subscriber::new("first", SubscriberOptions::at(&scratch.domain, &device)).unwrap();
+        let mut subscriber = Subscriber::open(
+            "first",
+            SubscriberOptions::at(&scratch.domain, &device),
+            std::time::Duration::ZERO,
+        )
+        .unwrap();
         owner.process.signal(Signal::KILL).unwrap();
         let gone = subscriber.receive(&stream(), LONG).unwrap_err();
         assert!(matches!(gone, Error::PeerGone { .. }), "{gone}");

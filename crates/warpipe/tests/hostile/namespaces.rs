@@ -195,7 +195,12 @@ fn subscribe() {
     let (mut subscriber, stream) = (None, stream());
     for order in orders() {
         let subscriber = subscriber.get_or_insert_with(|| {
-            Subscriber::new("a", SubscriberOptions::at(&domain(), &Device::host())).unwrap()
+            Subscriber::open(
+                "a",
+                SubscriberOptions::at(&domain(), &Device::host()),
+                std::time::Duration::ZERO,
+            )
+            .unwrap()
         });
         if order == "attach" {
             println!("outcome: {:?}", subscriber.publisher().map(|it| it.pid));
@@ -249,12 +254,13 @@ fn work() {
     let (mut worker, stream) = (None, stream());
     for order in orders() {
         let worker = worker.get_or_insert_with(|| {
-            Worker::new(
+            Worker::open(
                 "q",
                 WorkerOptions {
                     answer_timeout: LONG,
                     ..WorkerOptions::at(&domain(), &Device::host())
                 },
+                std::time::Duration::ZERO,
             )
             .unwrap()
         });
@@ -267,7 +273,7 @@ fn work() {
         if order == "keep" {
             std::mem::forget(lease);
         } else {
-            lease.complete(&stream).unwrap();
+            lease.complete(None, &stream).unwrap();
         }
     }
 }

@@ -247,7 +247,7 @@ fn slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold() {
         publisher.loan(&half).unwrap(),
         publisher.loan(&half).unwrap(),
     ];
-    assert!(publisher.memory_in_use().0 <= 4 << 20);
+    assert!(publisher.stats().unwrap().memory_bytes <= 4 << 20);
     drop(loans);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
 }
@@ -265,7 +265,7 @@ fn one_sample_held_for_long_does_not_make_the_publisher_take_all_memory() {
             .unwrap();
         drop(subscriber.receive(&stream, LONG).unwrap());
     }
-    let (used, _) = publisher.memory_in_use();
+    let used = publisher.stats().unwrap().memory_bytes;
     assert!(used <= 8 << 20, "{used} bytes for a few samples of 4");
     assert_eq!(held.to_vec(LONG).unwrap(), b"held");
 }
@@ -280,9 +280,12 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
         Failing::default(),
     );
     let device = crate::Device::from_backend(backend.clone());
-    let mut subscriber =
-        crate::Subscriber::new("a", crate::SubscriberOptions::at(&scratch.domain, &device))
-            .unwrap();
+    let mut subscriber = crate::Subscriber::open(
+        "a",
+        crate::SubscriberOptions::at(&scratch.domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap();
     let (ours, theirs) = (stream(), device.stream().unwrap());
     for round in 0..10u8 {
         let (go, wait) = mpsc::channel::<()>();
@@ -320,9 +323,12 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
                 ),
                 "{error}"
             );
-            subscriber =
-                crate::Subscriber::new("a", crate::SubscriberOptions::at(&scratch.domain, &device))
-                    .unwrap();
+            subscriber = crate::Subscriber::open(
+                "a",
+                crate::SubscriberOptions::at(&scratch.domain, &device),
+                Duration::ZERO,
+            )
+            .unwrap();
             let info = publisher.subscribers();
             assert!(
                 info.iter().any(|it| it.state == PeerState::Alive),
@@ -404,7 +410,7 @@ fn a_receiver_that_closes_no_region_keeps_memory_of_the_limit_once_more_and_no_m
     };
     let refused = lengths.by_ref().take(12).find_map(|bytes| {
         let refused = send(bytes).err();
-        let (used, _) = publisher.memory_in_use();
+        let used = publisher.stats().unwrap().memory_bytes;
         assert!(used <= 2 * limit, "{used} bytes are mapped");
         refused
     });

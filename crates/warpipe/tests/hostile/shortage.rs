@@ -105,7 +105,7 @@ fn a_subscriber_without_room_in_its_process_is_told_so_and_may_come_again() {
         leave_descriptors(8);
         let subscribe = || {
             let options = SubscriberOptions::at(&scratch.domain, &Device::host());
-            Subscriber::new("a", options)
+            Subscriber::open("a", options, Duration::ZERO)
         };
         let error = subscribe().map(drop).unwrap_err();
         eprintln!("{error}");
@@ -246,6 +246,6 @@ fn a_server_without_a_thread_for_a_client_says_so_and_serves_it_when_there_is_on
         eprintln!("{short}");
         limit_threads(false);
         let request = server.accept(&stream, LONG).unwrap();
-        is_told && request.complete(&stream).is_ok()
+        is_told && request.complete(None, &stream).is_ok()
     });
 }

@@ -69,12 +69,13 @@ impl Scratch {
     }
 
     pub(super) fn try_subscriber(&self) -> crate::Result<Subscriber> {
-        Subscriber::new(
+        Subscriber::open(
             "a",
             SubscriberOptions {
                 handshake_timeout: Duration::from_secs(2),
                 ..SubscriberOptions::at(&self.domain, &Device::host())
             },
+            Duration::ZERO,
         )
     }
 

@@ -14,10 +14,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use super::publisher_handshake::hello;
 use super::stage::{Guarded, LONG, Scratch, command, eventually, packet, role, send_raw};
 use crate::{
-    Device, Domain, Error, Event, EventHandle, EventOptions, LimitFault, Member, MemberOptions,
+    CreateOptions, Device, Domain, Error, Event, EventHandle, LimitFault, Member, MemberOptions,
     Members, MembersOptions, Memory, OpenOptions, Pool, PoolClient, PoolOptions, PublishOptions,
-    Publisher, PublisherOptions, Quota, Semaphore, SemaphoreOptions, Subscriber, SubscriberOptions,
-    Timeline, TimelineOptions,
+    Publisher, PublisherOptions, Quota, Semaphore, Subscriber, SubscriberOptions, Timeline,
 };
 
 const TENANT: u32 = 60_011;
@@ -41,15 +40,15 @@ fn endpoints(domain: &Domain, uids: &[u32]) -> Endpoints {
     let device = &Device::host();
     let memory = Memory::allocate(device, 8).unwrap();
     let allow_uids = || uids.to_vec();
-    let timeline = TimelineOptions {
+    let timeline = CreateOptions {
         allow_uids: allow_uids(),
-        ..TimelineOptions::at(domain, device)
+        ..CreateOptions::at(domain, device)
     };
     let timeline = Timeline::new("timeline", timeline).unwrap();
     timeline.signal_now(7, LONG).unwrap();
-    let event = EventOptions {
+    let event = CreateOptions {
         allow_uids: allow_uids(),
-        ..EventOptions::at(domain, device)
+        ..CreateOptions::at(domain, device)
     };
     let event = Event::new(event).unwrap();
     event.record(&device.stream().unwrap(), LONG).unwrap();
@@ -66,9 +65,9 @@ fn endpoints(domain: &Domain, uids: &[u32]) -> Endpoints {
         allow_uids: allow_uids(),
         ..PoolOptions::at(domain, device)
     };
-    let semaphore = SemaphoreOptions {
+    let semaphore = CreateOptions {
         allow_uids: allow_uids(),
-        ..SemaphoreOptions::at(domain, device)
+        ..CreateOptions::at(domain, device)
     };
     let member = MemberOptions {
         allow_uids: allow_uids(),
@@ -79,7 +78,7 @@ fn endpoints(domain: &Domain, uids: &[u32]) -> Endpoints {
         _pool: Pool::new("pool", pool).unwrap(),
         _memory: (memory, published),
         _timeline: timeline,
-        _semaphore: Semaphore::new("semaphore", semaphore).unwrap(),
+        _semaphore: Semaphore::new("semaphore", 1, semaphore).unwrap(),
         _member: Member::new("it", member).unwrap(),
         event,
     }
@@ -129,7 +128,8 @@ fn visit() {
     let results: [(&str, crate::Result<bool>); 7] = [
         (
             "a",
-            Subscriber::new("a", SubscriberOptions::at(domain, device)).map(|_| true),
+            Subscriber::open("a", SubscriberOptions::at(domain, device), Duration::ZERO)
+                .map(|_| true),
         ),
         ("pool", {
             PoolClient::open("pool", OpenOptions::at(domain, device), Duration::ZERO)
@@ -154,7 +154,7 @@ fn visit() {
         }),
         ("members/it", {
             let options = MembersOptions {
-                clean: false,
+                keep_files: true,
                 ..MembersOptions::at(domain)
             };
             let watch = Members::new(options);

@@ -44,7 +44,11 @@ fn other_user() {
         };
         return println!("outcome: {:?}", super::stage::hear(socket));
     }
-    match Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host())) {
+    match Subscriber::open(
+        "a",
+        SubscriberOptions::at(&domain, &Device::host()),
+        Duration::ZERO,
+    ) {
         Ok(mut subscriber) => {
             println!("attached");
             let bytes = subscriber
@@ -371,7 +375,7 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
             };
             println!("outcome: waiting");
             let mut subscriber =
-                Subscriber::wait_for("a", SubscriberOptions::at(&domain, &Device::host()), LONG)
+                Subscriber::open("a", SubscriberOptions::at(&domain, &Device::host()), LONG)
                     .unwrap();
             let sample = subscriber.receive(&stream(), LONG).unwrap();
             let text = String::from_utf8(sample.to_vec(LONG).unwrap());
@@ -467,7 +471,7 @@ fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
             let published = some_weights(&device).publish(&domain, "w", LONG);
             println!("outcome: {}", published.is_err());
             // It hears of the next version.
-            println!("outcome: {}", weights.newer(LONG).unwrap().version());
+            println!("outcome: {}", weights.newer(LONG).unwrap().info().version);
             return;
         }
         _ => {}
@@ -536,7 +540,13 @@ fn a_user_with_too_many_descriptors_in_flight_gets_a_limit_error() {
         let Some(held) = fill_what_is_in_flight() else {
             return println!("outcome: no limit");
         };
-        let subscribe = || Subscriber::new("a", SubscriberOptions::at(&domain, &Device::host()));
+        let subscribe = || {
+            Subscriber::open(
+                "a",
+                SubscriberOptions::at(&domain, &Device::host()),
+                Duration::ZERO,
+            )
+        };
         let error = subscribe().map(drop).unwrap_err();
         assert!(
             error.is_descriptor_limit() && error.to_string().contains("(soft limit 64)"),

@@ -131,7 +131,7 @@ fn an_owner_appears_in_a_domain_that_was_removed_and_made_again() {
     fs::remove_dir_all(&scratch.path).unwrap();
     let domain = Domain::at(&scratch.path).unwrap();
     let mut subscriber =
-        Subscriber::wait_for("a", SubscriberOptions::at(&domain, &Device::host()), LONG).unwrap();
+        Subscriber::open("a", SubscriberOptions::at(&domain, &Device::host()), LONG).unwrap();
     publisher.send_bytes(&stream(), b"here").unwrap();
     let sample = subscriber.receive(&stream(), LONG).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), b"here");
@@ -165,7 +165,7 @@ fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_pl
             reconnect: true,
             ..options()
         };
-        let mut subscriber = Subscriber::wait_for("a", follows, LONG).unwrap();
+        let mut subscriber = Subscriber::open("a", follows, LONG).unwrap();
         assert_delivers(&first, &mut subscriber, b"in its place");
         assert_eq!(before.endpoints().unwrap().len(), 1);
         assert!(before.clean().unwrap().is_empty());
@@ -186,7 +186,7 @@ fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_pl
         let third = build(&before).expect("its directory is made again");
         assert_delivers(
             &third,
-            &mut Subscriber::new("a", options()).unwrap(),
+            &mut Subscriber::open("a", options(), Duration::ZERO).unwrap(),
             b"and again",
         );
     });

@@ -61,9 +61,9 @@ pub fn worker(domain: &Domain, commands: impl Iterator<Item = String>) {
         match command.split_once(' ') {
             Some(("follow", last)) => {
                 let last: u64 = last.parse().unwrap();
-                while weights.version() < last {
+                while weights.info().version < last {
                     weights = weights.newer(WAIT).unwrap();
-                    assert_eq!(u64::from(byte_of(&weights)), weights.version());
+                    assert_eq!(u64::from(byte_of(&weights)), weights.info().version);
                 }
             }
             _ if command == "newer" => weights = weights.newer(WAIT).unwrap(),
@@ -117,7 +117,7 @@ pub fn narrow_worker(domain: &Domain, commands: impl Iterator<Item = String>) {
     leave_room(150);
     for _ in commands {
         match SharedWeights::open("w", OpenOptions::at(domain, &Device::host()), WAIT) {
-            Ok(weights) => say(format_args!("version {}", weights.version())),
+            Ok(weights) => say(format_args!("version {}", weights.info().version)),
             Err(error) if error.is_descriptor_limit() => say(format_args!("limit: {error}")),
             Err(error) => say(error),
         }
@@ -186,7 +186,7 @@ fn publish_memory(
 fn say_version(weights: &SharedWeights) {
     say(format_args!(
         "version {} byte {}",
-        weights.version(),
+        weights.info().version,
         byte_of(weights)
     ));
 }

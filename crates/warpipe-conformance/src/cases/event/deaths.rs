@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Hook, Wrapped};
 use warpipe::{
-    Device, Error, Event, EventOptions, Loss, OpenOptions, Pool, PoolClient, PoolOptions,
+    CreateOptions, Device, Error, Event, Loss, OpenOptions, Pool, PoolClient, PoolOptions,
 };
 use warpipe_testkit::eventually;
 
@@ -74,7 +74,7 @@ pub(super) fn killed_exporter(context: &Context) -> Result<()> {
 }
 
 pub(super) fn killed_importer(context: &Context) -> Result<()> {
-    let event = Event::new(EventOptions::at(&context.domain, &context.device))?;
+    let event = Event::new(CreateOptions::at(&context.domain, &context.device))?;
     let text = event.handle()?.to_string();
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
     let memory = share(context, &mut [&mut victim])?;
@@ -152,7 +152,7 @@ pub(super) fn blocked_control_thread(context: &Context) -> Result<()> {
         OpenOptions::at(&context.domain, &context.device),
         Duration::ZERO,
     )?;
-    let event = Event::new(EventOptions::at(&context.domain, &context.device))?;
+    let event = Event::new(CreateOptions::at(&context.domain, &context.device))?;
     let mut victim = context.peer()?;
     let _memory = share(context, &mut [&mut victim])?;
     victim.signals(SignalOrder::OpenEvent(event.handle()?.to_string()))?;
@@ -193,7 +193,7 @@ pub(super) fn killed_anywhere(context: &Context) -> Result<()> {
         let (mut peer, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
         // The event's creator decides which side releases the waiters: its process or each waiter.
         let own = if round % 2 == 0 {
-            Some(Event::new(EventOptions::at(
+            Some(Event::new(CreateOptions::at(
                 &context.domain,
                 &context.device,
             ))?)

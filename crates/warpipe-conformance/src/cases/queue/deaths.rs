@@ -214,7 +214,7 @@ pub(super) fn killed_owner(context: &Context) -> Result<()> {
         "the input outlives its owner"
     );
     // Whether its death is seen on this link by now or not: an answer to a dead peer does no harm.
-    let answered = held.complete(&stream);
+    let answered = held.complete(None, &stream);
     ensure!(
         matches!(answered, Ok(()) | Err(Error::PeerGone { .. })),
         "an answer to the dead gave {answered:?}"

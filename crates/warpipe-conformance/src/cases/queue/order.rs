@@ -26,12 +26,13 @@ fn late_fill(
     };
     let queue = Queue::new("late", options)?;
     let attach = || {
-        Worker::new(
+        Worker::open(
             "late",
             WorkerOptions {
                 device: Some(worker.clone()),
                 ..context.worker_options()
             },
+            Duration::ZERO,
         )
     };
     let before = is_there_before.then(attach).transpose()?;
@@ -46,7 +47,7 @@ fn late_fill(
     let mut worker = before.map_or_else(attach, Ok)?;
     let lease = worker.lease(&back, PATIENCE)?;
     let output = work(&lease, Duration::ZERO)?;
-    lease.complete_with(output, &back)?;
+    lease.complete(output, &back)?;
     let result = job.wait(&out, PATIENCE)?;
     let is_right = result.to_vec()? == result_of(WORDS, 3);
     drop((result, worker, queue));
@@ -105,12 +106,13 @@ pub(super) fn result_is_ordered(context: &Context) -> Result<()> {
             ..context.queue_options()
         },
     )?;
-    let mut worker = Worker::new(
+    let mut worker = Worker::open(
         "blind",
         WorkerOptions {
             device: Some(blind.clone()),
             ..context.worker_options()
         },
+        Duration::ZERO,
     )?;
     queue.wait_for_workers(1, PATIENCE)?;
     let input = fill_input(
@@ -122,7 +124,7 @@ pub(super) fn result_is_ordered(context: &Context) -> Result<()> {
     let job = queue.submit(input, &out)?;
     let lease = worker.lease(&back, PATIENCE)?;
     let output = work(&lease, Duration::ZERO)?;
-    lease.complete_with(output, &back)?;
+    lease.complete(output, &back)?;
     let result = job.wait(&out, PATIENCE)?;
     ensure!(
         result.to_vec()? != result_of(WORDS, 3),

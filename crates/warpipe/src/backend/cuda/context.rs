@@ -15,7 +15,7 @@ const POP_TRIES: u32 = 3;
 /// In the default mode of a thread, a call that the driver counts as unsafe (`cuEventQuery`,
 /// `cuMemHostRegister`, an allocation) fails while any thread captures in global mode, *and
 /// invalidates that capture*. The library makes such calls at times that no user chooses, on its
-/// own threads and inside calls like `Subscriber::new`. They concern no stream that is captured,
+/// own threads and inside calls like `Subscriber::open`. They concern no stream that is captured,
 /// so the relaxed mode is right for them.
 #[derive(Debug)]
 pub(super) struct Relaxed {

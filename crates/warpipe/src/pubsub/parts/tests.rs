@@ -40,7 +40,12 @@ impl Scene {
     }
 
     fn subscriber(&self) -> Subscriber {
-        Subscriber::new("a", SubscriberOptions::at(&self.domain, &self.device)).unwrap()
+        Subscriber::open(
+            "a",
+            SubscriberOptions::at(&self.domain, &self.device),
+            Duration::ZERO,
+        )
+        .unwrap()
     }
 
     fn receive(&self, subscriber: &mut Subscriber) -> Sample {
@@ -82,9 +87,9 @@ fn the_parts_of_a_sample_arrive_with_their_names_layouts_and_bytes() {
     assert_eq!(sample.parts().len(), layouts.len());
     for (index, (name, layout)) in layouts.iter().enumerate() {
         let part = &sample.parts()[index];
-        assert_eq!((part.name(), part.layout()), (*name, layout));
-        assert_eq!(part.slot_ptr() % ALIGNMENT, 0);
-        assert_eq!(part.ptr(), part.slot_ptr() + layout.offset());
+        assert_eq!((&*part.name, &part.layout), (*name, layout));
+        assert_eq!(part.slot_ptr % ALIGNMENT, 0);
+        assert_eq!(part.ptr, part.slot_ptr + layout.offset());
         let bytes = vec![index as u8; layout.bytes() as usize];
         assert_eq!(sample.part_to_vec(name, SOON).unwrap(), bytes);
     }
@@ -188,14 +193,14 @@ fn parts_in_place_lie_beside_those_in_the_slot_and_keep_their_owners() {
     assert_eq!(sample.part_to_vec("copied", SOON).unwrap(), b"abc");
     for memory in &memories {
         let part = sample.part(memory.name()).unwrap();
-        assert!(part.is_in_place());
-        assert_eq!(part.ptr(), memory.memory().ptr() + 512);
+        assert!(part.is_in_place);
+        assert_eq!(part.ptr, memory.memory().ptr() + 512);
         let bytes = sample.part_to_vec(memory.name(), SOON).unwrap();
         assert_eq!(bytes, memory.name().as_bytes());
     }
     assert_eq!(std::sync::Arc::strong_count(&owner), 3);
     sample.finish(SOON).unwrap();
-    assert_eq!(publisher.in_place().unwrap(), 0);
+    assert_eq!(publisher.stats().unwrap().in_place, 0);
     assert_eq!(std::sync::Arc::strong_count(&owner), 1);
     let mut single = publisher.loan(&plain(&[4])).unwrap();
     let refused = single
@@ -216,7 +221,7 @@ fn a_list_of_parts_that_breaks_a_rule_is_refused() {
     let list = [&good[..], b"rest"].concat();
     let read_back = read(&list, 4096, 260).unwrap();
     assert_eq!(read_back.metadata().as_bytes(), b"rest");
-    assert_eq!(read_back.parts[1].slot_ptr(), 4096 + 256);
+    assert_eq!(read_back.parts[1].slot_ptr, 4096 + 256);
     let huge = plain(&[i64::MAX as u64]);
     let too_long = "n".repeat(PART_NAME_BYTES_MAX + 1);
     let wrong: [(&str, Vec<u8>, u64); 11] = [

@@ -48,7 +48,12 @@ impl Scene {
     }
 
     fn subscriber(&self) -> Subscriber {
-        Subscriber::new("a", SubscriberOptions::at(&self.domain, &self.device)).unwrap()
+        Subscriber::open(
+            "a",
+            SubscriberOptions::at(&self.domain, &self.device),
+            Duration::ZERO,
+        )
+        .unwrap()
     }
 
     /// Sends the tensor where it lies. Returns its owner, which the publisher has, too.
@@ -106,12 +111,12 @@ fn an_owner_is_kept_until_every_reader_has_released_its_tensor() {
     assert!(!copy.info().is_in_place && copy.info().discontinuity.is_none());
     let [one, other] = samples;
     one.finish(SOON).unwrap();
-    assert_eq!(publisher.in_place().unwrap(), 1);
+    assert_eq!(publisher.stats().unwrap().in_place, 1);
     assert!(is_kept(&owner));
     other.finish(SOON).unwrap();
     // Without a call on the publisher.
     eventually("the owner is dropped", || !is_kept(&owner));
-    assert_eq!(publisher.in_place().unwrap(), 0);
+    assert_eq!(publisher.stats().unwrap().in_place, 0);
 }
 
 #[test]
@@ -128,7 +133,7 @@ fn an_owner_goes_with_a_loan_that_is_not_sent_and_with_a_sample_that_nobody_gets
     .unwrap();
     let without_subscribers = scene.send(&publisher);
     eventually("no subscriber reads it", || {
-        publisher.in_place().unwrap() == 0
+        publisher.stats().unwrap().in_place == 0
     });
     assert!(!is_kept(&without_subscribers));
     let _subscriber = scene.subscriber();
@@ -184,7 +189,7 @@ fn a_late_subscriber_gets_the_tensor_of_the_history() {
     )
     .unwrap();
     let owner = scene.send(&publisher);
-    assert_eq!(publisher.in_place().unwrap(), 1);
+    assert_eq!(publisher.stats().unwrap().in_place, 1);
     scene.assert_is_tensor(&scene.receive(&mut scene.subscriber()));
     publisher.send_bytes(&scene.stream, b"the next").unwrap();
     eventually("it is no history any more", || !is_kept(&owner));

@@ -31,7 +31,8 @@ impl Publisher {
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// # let (stream, wait) = (device.stream()?, Duration::from_secs(5));
     /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-    /// let mut subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
+    /// let options = SubscriberOptions::at(&domain, &device);
+    /// let mut subscriber = Subscriber::open("a", options, Duration::ZERO)?;
     ///
     /// let memory = Memory::allocate(&device, 4096)?;
     /// memory.write(&stream, 512, &[1, 2, 3, 4, 5, 6])?; // or a kernel of yours
@@ -100,15 +101,6 @@ impl Publisher {
         loan.head_bytes = metadata.as_bytes().len() as u16;
         (loan.metadata, loan.address, loan.layout) = (metadata, address, *layout);
         Ok(loan)
-    }
-
-    /// How many samples, and parts of samples, that were sent where they lie are kept, because a
-    /// subscriber may read them. Drops the owners of those that are free.
-    ///
-    /// # Errors
-    /// [`Error::State`].
-    pub fn in_place(&self) -> Result<usize> {
-        Ok(self.core.get()?.drop_free_owners())
     }
 
     /// Keeps no history any more, and with it no tensor that no subscriber has.

@@ -1,9 +1,9 @@
 //! A slot on loan: filled by the user, then sent to the subscribers or returned.
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::DevicePtr;
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result, Returned};
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::{Head, Metadata};
@@ -263,14 +263,7 @@ impl Drop for SampleMut {
     }
 }
 
-impl fmt::Debug for SampleMut {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SampleMut")
-            .field("layout", &self.layout)
-            .field("publisher", &self.core.name)
-            .finish()
-    }
-}
+opaque_debug!(SampleMut { layout, core });
 
 pub(super) fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
     if bytes.len() as u64 == layout.bytes() {

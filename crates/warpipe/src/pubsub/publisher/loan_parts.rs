@@ -26,7 +26,8 @@ impl Publisher {
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// # let (stream, wait) = (device.stream()?, Duration::from_secs(5));
     /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-    /// let mut subscriber = Subscriber::new("a", SubscriberOptions::at(&domain, &device))?;
+    /// let options = SubscriberOptions::at(&domain, &device);
+    /// let mut subscriber = Subscriber::open("a", options, Duration::ZERO)?;
     ///
     /// let image = Layout::contiguous(DType::U8, &[2, 3])?;
     /// let depth = Layout::contiguous(DType::F32, &[2])?;
@@ -36,7 +37,7 @@ impl Publisher {
     /// loan.send(&stream)?;
     ///
     /// let sample = subscriber.receive(&stream, wait)?;
-    /// assert_eq!(sample.part("image")?.layout().shape(), [2, 3]);
+    /// assert_eq!(sample.part("image")?.layout.shape(), [2, 3]);
     /// assert_eq!(sample.part_to_vec("image", wait)?, [1, 2, 3, 4, 5, 6]);
     /// # drop((sample, publisher, subscriber)); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())
@@ -96,7 +97,7 @@ impl SampleMut {
     /// As [`write`](Self::write) and [`part`](Self::part).
     pub fn write_part(&mut self, stream: &Stream, name: &str, bytes: &[u8]) -> Result<()> {
         let part = self.part(name)?;
-        let (layout, address) = (*part.layout(), part.slot_ptr());
+        let (layout, address) = (part.layout, part.slot_ptr);
         self.write_at(stream, (address, &layout), bytes)
     }
 
@@ -119,7 +120,7 @@ impl SampleMut {
             let allowed = format!("1 to {PART_NAME_BYTES_MAX} bytes, none of them 0");
             return Err(Error::argument("part", format!("{name:?}"), allowed));
         }
-        if parts.iter().any(|part| part.name() == name) || parts.len() >= PARTS_MAX {
+        if parts.iter().any(|part| *part.name == *name) || parts.len() >= PARTS_MAX {
             let allowed = format!("at most {PARTS_MAX} parts, each with a name of its own");
             let found = format!("{name:?} behind {} others", parts.len());
             return Err(Error::argument("part", found, allowed));

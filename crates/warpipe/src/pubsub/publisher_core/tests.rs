@@ -627,7 +627,8 @@ fn samples_that_grow_are_sent_as_long_as_those_that_are_held_leave_room() {
         let sample = subscriber.receive(&receiving, LONG).unwrap();
         assert_eq!(sample.layout().bytes(), mebibytes * MIB);
         sample.finish(LONG).unwrap();
-        let (used, limit) = publisher.memory_in_use();
+        let stats = publisher.stats().unwrap();
+        let (used, limit) = (stats.memory_bytes, stats.memory_limit);
         assert!(used <= 2 * limit, "{used} bytes are mapped");
     }
     assert_eq!(held.to_vec(LONG).unwrap(), [7; 8], "its region is kept");
@@ -635,7 +636,7 @@ fn samples_that_grow_are_sent_as_long_as_those_that_are_held_leave_room() {
         "regions that were given back are unmapped everywhere",
         || {
             let _ = publisher.subscribers();
-            publisher.memory_in_use().0 <= 64 * MIB
+            publisher.stats().unwrap().memory_bytes <= 64 * MIB
         },
     );
 }
@@ -798,7 +799,7 @@ fn a_subscriber_that_has_left_and_holds_a_sample_closes_the_regions_of_others() 
     });
     send(&publisher, &sending, 6 * MIB).unwrap();
     eventually("the region that was given back is unmapped", || {
-        publisher.memory_in_use().0 == 8 * MIB
+        publisher.stats().unwrap().memory_bytes == 8 * MIB
     });
     assert_eq!(held.to_vec(LONG).unwrap(), [7; 8]);
 }

@@ -218,8 +218,9 @@ impl LinkReceiver {
         let read = parts::read(metadata.as_bytes(), slot, bytes);
         let list = read.map_err(|violation| self.fail(violation))?;
         for (part, place) in taken.parts.iter_mut().zip(&list.places) {
-            if let (0, Some(place)) = (part.address, place) {
-                part.address = self.open_place(place, part.layout().bytes(), at)?;
+            if let (0, Some(place)) = (part.slot_ptr, place) {
+                part.slot_ptr = self.open_place(place, part.layout.bytes(), at)?;
+                part.ptr = part.slot_ptr + part.layout.offset();
             }
         }
         Ok((slot, list.metadata()))
@@ -545,8 +546,12 @@ mod tests {
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
         let stream = device.stream().unwrap();
         let publisher = Publisher::new("grows", PublisherOptions::at(&domain, &device)).unwrap();
-        let mut subscriber =
-            Subscriber::new("grows", SubscriberOptions::at(&domain, &device)).unwrap();
+        let mut subscriber = Subscriber::open(
+            "grows",
+            SubscriberOptions::at(&domain, &device),
+            Duration::ZERO,
+        )
+        .unwrap();
         publisher
             .loan(&Layout::bytes_only(8).unwrap())
             .unwrap()
@@ -571,8 +576,12 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("warpipe-late-{}", std::process::id()));
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
         let _publisher = Publisher::new("late", PublisherOptions::at(&domain, &device)).unwrap();
-        let mut subscriber =
-            Subscriber::new("late", SubscriberOptions::at(&domain, &device)).unwrap();
+        let mut subscriber = Subscriber::open(
+            "late",
+            SubscriberOptions::at(&domain, &device),
+            Duration::ZERO,
+        )
+        .unwrap();
         let attached = subscriber.attached.as_mut().unwrap();
         let (_, clock) = attached.region_missing.insert((Some(7), Uptime::default()));
         clock.freeze(Duration::from_secs(60));

@@ -56,12 +56,13 @@ impl Place {
     }
 
     fn subscriber(&self) -> Subscriber {
-        Subscriber::new(
+        Subscriber::open(
             "camera",
             SubscriberOptions {
                 reconnect: true,
                 ..SubscriberOptions::at(&self.domain, &self.device)
             },
+            Duration::ZERO,
         )
         .unwrap()
     }
@@ -198,7 +199,7 @@ fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
         handshake_timeout: Duration::from_secs(3600),
         ..SubscriberOptions::at(&place.domain, &place.device)
     };
-    let mut subscriber = Subscriber::new("camera", options).unwrap();
+    let mut subscriber = Subscriber::open("camera", options, Duration::ZERO).unwrap();
     drop(first);
     let silent = Silent::at(&place, 8);
     let receiving = stream.clone();
@@ -235,13 +236,14 @@ fn a_subscriber_that_is_dropped_hangs_up_on_a_publisher_that_has_not_answered() 
     let place = Place::new("hanging-up");
     let stream = place.device.stream().unwrap();
     let first = place.publisher();
-    let mut subscriber = Subscriber::new(
+    let mut subscriber = Subscriber::open(
         "camera",
         SubscriberOptions {
             reconnect: true,
             handshake_timeout: Duration::from_secs(3600),
             ..SubscriberOptions::at(&place.domain, &place.device)
         },
+        Duration::ZERO,
     )
     .unwrap();
     drop(first);
@@ -285,7 +287,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
         reconnect: true,
         ..brief()
     };
-    let mut subscriber = Subscriber::new("camera", patient).unwrap();
+    let mut subscriber = Subscriber::open("camera", patient, Duration::ZERO).unwrap();
     subscriber.at.timeout = Duration::from_millis(1);
     drop(first);
     let silent = Silent::at(&place, 1);
@@ -301,7 +303,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
                 .is_none()
         );
     }
-    let newcomer = Subscriber::new("camera", brief());
+    let newcomer = Subscriber::open("camera", brief(), Duration::ZERO);
     let fault = |error| {
         matches!(
             error,
@@ -534,9 +536,10 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
         ..PublisherOptions::at(&place.domain, &refusing)
     };
     let publisher = Publisher::new("camera", options).unwrap();
-    let mut subscriber = Subscriber::new(
+    let mut subscriber = Subscriber::open(
         "camera",
         SubscriberOptions::at(&place.domain, &place.device),
+        Duration::ZERO,
     )
     .unwrap();
     let (sending, receiving) = (refusing.stream().unwrap(), place.device.stream().unwrap());
@@ -609,7 +612,7 @@ fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance()
     alone(module_path!(), name, || {
         let place = Place::new("at-once");
         let waits = |wait: Wait<'_>| {
-            Subscriber::wait_for(
+            Subscriber::open(
                 "camera",
                 SubscriberOptions::at(&place.domain, &place.device),
                 wait,
@@ -632,12 +635,13 @@ fn a_receive_that_polls_for_long_is_cancelled_meanwhile() {
     let place = Place::new("polls");
     let _publisher = place.publisher();
     let (mut subscriber, stream) = (
-        Subscriber::new(
+        Subscriber::open(
             "camera",
             SubscriberOptions {
                 spin: Duration::MAX,
                 ..SubscriberOptions::at(&place.domain, &place.device)
             },
+            Duration::ZERO,
         )
         .unwrap(),
         place.device.stream().unwrap(),
@@ -655,8 +659,12 @@ fn a_receive_ends_in_time_while_the_driver_holds_up_the_mapping_of_a_region() {
     let holding = Wrapped::new(place.device.backend().clone(), Holding::default());
     let device = Device::from_backend(holding.clone());
     let publisher = place.publisher();
-    let mut subscriber =
-        Subscriber::new("camera", SubscriberOptions::at(&place.domain, &device)).unwrap();
+    let mut subscriber = Subscriber::open(
+        "camera",
+        SubscriberOptions::at(&place.domain, &device),
+        Duration::ZERO,
+    )
+    .unwrap();
     let stream = device.stream().unwrap();
     holding.hook().hold("import");
     let mut loan = publisher

@@ -85,7 +85,7 @@ impl AsFd for Server {
     ///         accepted => break accepted?,
     ///     }
     /// };
-    /// request.complete(&stream)?;
+    /// request.complete(None, &stream)?;
     /// # Ok::<(), warpipe::Error>(())
     /// # })?;
     /// # drop(pending.wait(&stream, soon)?); drop(client); std::fs::remove_dir_all(folder).ok();

@@ -18,7 +18,6 @@ mod layout;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -30,13 +29,14 @@ pub use self::layout::Recording;
 use self::layout::{EventWords, max_by_time};
 use crate::backend::RawEvent;
 use crate::clock::now_ns;
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Loss, Result, StateFault};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::AccessPolicy;
 use crate::ipc::domain::Domain;
 use crate::ipc::handle::{DriverHandle, path_of};
-use crate::options::{chosen_device, chosen_domain};
+use crate::options::{CreateOptions, chosen_device, chosen_domain};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{TimedGuard, TimedLock};
 use crate::shm::counter::{SharedCounter, WaitStatus};
@@ -51,34 +51,6 @@ pub(crate) use handle::forged;
 
 /// The time that a dying process may take to close its socket: 205 ms were measured under MPS.
 const EXPORTER_DEATH_WAIT: Duration = Duration::from_millis(500);
-
-/// The options of an [`Event`].
-#[derive(Debug, Clone, Default)]
-pub struct EventOptions {
-    /// The domain in which other processes find it; the environment's by default.
-    pub domain: Option<Domain>,
-    /// The device of the streams that record it; [`Device::preferred`] by default.
-    pub device: Option<Device>,
-    /// Admits these users beside this process's own. The domain directory must admit them, too.
-    /// They can open every event of this process that was made with the same users and groups, and
-    /// record it: a wait for a recording that its stream does not reach lasts until the recorder
-    /// leaves or dies.
-    pub allow_uids: Vec<u32>,
-    /// Admits processes with one of these as their effective group. The kernel reports no
-    /// supplementary groups of a peer, so those do not count.
-    pub allow_gids: Vec<u32>,
-}
-
-impl EventOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> EventOptions {
-        EventOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..EventOptions::default()
-        }
-    }
-}
 
 /// A driver's event that this process has created or opened.
 struct OwnedRawEvent {
@@ -99,11 +71,11 @@ impl Drop for OwnedRawEvent {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, Event, EventHandle, EventOptions};
+/// use warpipe::{Device, Domain, Event, EventHandle, CreateOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-event-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let event = Event::new(EventOptions::at(&domain, &device))?;
+/// let event = Event::new(CreateOptions::at(&domain, &device))?;
 /// let text = event.handle()?.to_string(); // to another process, in any way
 ///
 /// let other = Event::open(&text.parse::<EventHandle>()?, &device, Duration::ZERO)?;
@@ -116,7 +88,7 @@ impl Drop for OwnedRawEvent {
 /// # drop((event, other)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct Event {
     inner: LeakOnFork<Arc<EventInner>>,
 }
@@ -163,10 +135,14 @@ impl Event {
     /// hexadecimal digits; the drop of the last one releases it. Events that admit other users have
     /// a name of their own. An event has no name: [`handle`](Self::handle) names it.
     ///
+    /// Admitted users can open every event of this process that was made with the same users and
+    /// groups, and record it: a wait for a recording that its stream does not reach lasts until the
+    /// recorder leaves or dies.
+    ///
     /// # Errors
     /// [`Error::Limit`] when the process has 4096; [`Error::File`], or an error of the
     /// device or the system.
-    pub fn new(options: EventOptions) -> Result<Event> {
+    pub fn new(options: CreateOptions) -> Result<Event> {
         let (domain, device) = (
             chosen_domain(&options.domain)?,
             chosen_device(&options.device),
@@ -541,14 +517,7 @@ impl EventInner {
     }
 }
 
-impl fmt::Debug for Event {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Event")
-            .field("event", &self.inner.label())
-            .field("latest", &self.inner.latest())
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(EventInner {; label, latest });
 
 impl Drop for EventInner {
     fn drop(&mut self) {

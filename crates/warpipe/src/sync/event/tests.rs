@@ -29,7 +29,7 @@ impl Stage {
     }
 
     fn create(&self) -> Event {
-        Event::new(EventOptions::at(&self.domain, &self.device)).unwrap()
+        Event::new(CreateOptions::at(&self.domain, &self.device)).unwrap()
     }
 
     /// An importer of its own, like that of another process.
@@ -214,7 +214,7 @@ fn a_handle_of_a_domain_with_a_relative_path_leads_there_from_any_directory() {
     let here = std::env::current_dir().unwrap();
     let up: std::path::PathBuf = here.components().skip(1).map(|_| "..").collect();
     let relative = up.join(stage.domain.path().strip_prefix("/").unwrap());
-    let event = Event::new(EventOptions::at(
+    let event = Event::new(CreateOptions::at(
         &Domain::at(relative).unwrap(),
         &stage.device,
     ))

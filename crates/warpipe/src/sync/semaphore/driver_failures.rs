@@ -10,6 +10,7 @@ use std::time::Instant;
 use super::page::CREATOR;
 use super::tests::{Stage, chain};
 use super::*;
+use crate::Device;
 use crate::OpenOptions;
 use crate::backend::testing::{Failing, FullQueue, Panicking, Wrapped};
 use crate::runtime::reactor::EventSource;

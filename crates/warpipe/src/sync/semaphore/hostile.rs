@@ -20,6 +20,7 @@ use crate::ipc::{
     ServerCore, decode,
 };
 use crate::runtime::closer::PeerFd;
+use crate::{Device, Domain};
 
 /// Admits every client, with this reply.
 struct Wrong {

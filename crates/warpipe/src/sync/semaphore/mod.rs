@@ -38,12 +38,11 @@ use self::page::{CREATOR, IN_FLIGHT_MAX, PERMITS_MAX, SemaphorePage};
 use self::server::{SemaphoreServer, SemaphoreWelcome};
 use self::signals::MemberSignals;
 use crate::backoff::Backoff;
-use crate::device::Device;
 use crate::error::{Error, Result, StateFault};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::domain::EndpointName;
 use crate::ipc::{AccessPolicy, Kind, REPLY_TIMEOUT};
-use crate::options::{Attachment, OpenOptions, chosen_device, serve};
+use crate::options::{Attachment, CreateOptions, OpenOptions, chosen_device, serve};
 use crate::runtime::reactor::Reactor;
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
@@ -69,49 +68,6 @@ pub struct SemaphoreState {
     pub available: u32,
     /// The number of waiting threads.
     pub waiting: u32,
-}
-
-/// The options of a [`Semaphore`].
-#[derive(Debug, Clone)]
-pub struct SemaphoreOptions {
-    /// The domain of its name; the environment's by default.
-    pub domain: Option<Domain>,
-    /// The device of the streams that take permits; [`Device::preferred`] by default.
-    pub device: Option<Device>,
-    /// The number of permits, 1 to 1024: 1 by default.
-    pub permits: u32,
-    /// Admits these users beside this process's own. The domain directory must admit them, too.
-    /// **Every member can write the semaphore's page.** A wrong one can take permits that are not
-    /// its own, let in more than the maximum, and starve the others; it cannot hang their streams,
-    /// or damage anything else of theirs. Admit users whose use of the semaphore you trust, and
-    /// give the others one of their own.
-    pub allow_uids: Vec<u32>,
-    /// Admits processes with one of these as their effective group. The kernel reports no
-    /// supplementary groups of a peer, so those do not count.
-    pub allow_gids: Vec<u32>,
-}
-
-impl Default for SemaphoreOptions {
-    fn default() -> SemaphoreOptions {
-        SemaphoreOptions {
-            domain: None,
-            device: None,
-            permits: 1,
-            allow_uids: Vec::new(),
-            allow_gids: Vec::new(),
-        }
-    }
-}
-
-impl SemaphoreOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> SemaphoreOptions {
-        SemaphoreOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..SemaphoreOptions::default()
-        }
-    }
 }
 
 impl Semaphore {
@@ -155,13 +111,12 @@ impl Semaphore {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, OpenOptions, Semaphore, SemaphoreOptions};
+/// use warpipe::{Device, Domain, OpenOptions, Semaphore, CreateOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-semaphore-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
 /// // One process:
-/// let options = SemaphoreOptions { permits: 2, ..SemaphoreOptions::at(&domain, &device) };
-/// let turns = Semaphore::new("turns", options)?;
+/// let turns = Semaphore::new("turns", 2, CreateOptions::at(&domain, &device))?;
 /// // Any other:
 /// let same = Semaphore::open("turns", OpenOptions::at(&domain, &device), Duration::ZERO)?;
 ///
@@ -196,7 +151,12 @@ pub struct Semaphore {
 }
 
 impl Semaphore {
-    /// Creates the semaphore, with all permits free, and serves it under its name.
+    /// Creates the semaphore with 1 to 1024 permits, all free, and serves it under its name.
+    ///
+    /// **Every member can write the semaphore's page.** A wrong one can take permits that are not
+    /// its own, let in more than the maximum, and starve the others; it cannot hang their streams,
+    /// or damage anything else of theirs. Admit users whose use of the semaphore you trust, and
+    /// give the others one of their own.
     ///
     /// It costs a sealed memfd of 24 to 84 KiB, registered with its device (`cuMemHostRegister`),
     /// and a socket in the domain.
@@ -204,8 +164,7 @@ impl Semaphore {
     /// # Errors
     /// [`Error::Argument`] for the number, [`Error::Name`] and the others of
     /// a domain, [`Error::Driver`], [`Error::Os`].
-    pub fn new(name: &str, options: SemaphoreOptions) -> Result<Semaphore> {
-        let permits = options.permits;
+    pub fn new(name: &str, permits: u32, options: CreateOptions) -> Result<Semaphore> {
         if !(1..=PERMITS_MAX).contains(&permits) {
             return Err(Error::argument(
                 "permits",

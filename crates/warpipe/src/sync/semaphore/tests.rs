@@ -10,12 +10,12 @@ use std::time::Duration;
 use std::time::Instant;
 
 use super::*;
-use crate::OpenOptions;
 use crate::backend::testing::{Delaying, Wrapped};
 use crate::error::NameFault;
 use crate::fork::CloseOnForkFd;
 use crate::wait::OptionalExtension;
 use crate::wait::Wait;
+use crate::{Device, Domain, OpenOptions};
 
 const WAIT: Duration = Duration::from_secs(20);
 
@@ -33,11 +33,8 @@ impl Stage {
     }
 
     pub(super) fn both(&self, device: &Device, permits: u32) -> (Semaphore, Semaphore) {
-        let options = SemaphoreOptions {
-            permits,
-            ..SemaphoreOptions::at(&self.domain, device)
-        };
-        let creator = Semaphore::new("turns", options).unwrap();
+        let options = CreateOptions::at(&self.domain, device);
+        let creator = Semaphore::new("turns", permits, options).unwrap();
         (
             creator,
             Semaphore::open(
@@ -270,11 +267,8 @@ fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
 fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
     let (stage, device) = (Stage::new("wrong"), Device::host());
     for permits in [0, PERMITS_MAX + 1] {
-        let options = SemaphoreOptions {
-            permits,
-            ..SemaphoreOptions::at(&stage.domain, &device)
-        };
-        let error = Semaphore::new("turns", options).unwrap_err();
+        let options = CreateOptions::at(&stage.domain, &device);
+        let error = Semaphore::new("turns", permits, options).unwrap_err();
         assert!(
             matches!(
                 error,
@@ -302,22 +296,8 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
         ),
         "{nobody}"
     );
-    let first = Semaphore::new(
-        "turns",
-        SemaphoreOptions {
-            permits: 1,
-            ..SemaphoreOptions::at(&stage.domain, &device)
-        },
-    )
-    .unwrap();
-    let taken = Semaphore::new(
-        "turns",
-        SemaphoreOptions {
-            permits: 1,
-            ..SemaphoreOptions::at(&stage.domain, &device)
-        },
-    )
-    .unwrap_err();
+    let first = Semaphore::new("turns", 1, CreateOptions::at(&stage.domain, &device)).unwrap();
+    let taken = Semaphore::new("turns", 1, CreateOptions::at(&stage.domain, &device)).unwrap_err();
     assert!(
         matches!(taken, Error::Name(NameFault::Taken { .. })),
         "{taken}"
@@ -560,11 +540,8 @@ fn a_member_that_asks_again_and_again_holds_no_more_pages_than_all_members_could
 #[test]
 fn members_that_leave_take_their_pages_with_them() {
     let (stage, device) = (Stage::new("leavers"), Device::host());
-    let options = SemaphoreOptions {
-        permits: 1,
-        ..SemaphoreOptions::at(&stage.domain, &device)
-    };
-    let creator = Semaphore::new("turns", options).unwrap();
+    let options = CreateOptions::at(&stage.domain, &device);
+    let creator = Semaphore::new("turns", 1, options).unwrap();
     for _ in 0..3 {
         let member = Semaphore::open(
             "turns",

@@ -6,10 +6,10 @@ use std::time::Duration;
 use std::os::fd::AsFd;
 
 use super::*;
-use crate::OpenOptions;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::ipc::{Address, ClientSession};
 use crate::shm::page::UnsealedPage;
+use crate::{Domain, OpenOptions};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -29,7 +29,7 @@ impl Stage {
     }
 
     fn create(&self) -> Timeline {
-        Timeline::new("steps", TimelineOptions::at(&self.domain, &self.device)).unwrap()
+        Timeline::new("steps", CreateOptions::at(&self.domain, &self.device)).unwrap()
     }
 
     fn open(&self) -> Timeline {
@@ -412,7 +412,7 @@ fn while_the_driver_holds_up_a_signal_importers_come_and_go_and_miss_nothing() {
     let stage = Stage::new("held-up");
     let wrapped = Wrapped::new(stage.device.backend().clone(), Holding::default());
     let device = Device::from_backend(wrapped.clone());
-    let owner = Timeline::new("steps", TimelineOptions::at(&stage.domain, &device)).unwrap();
+    let owner = Timeline::new("steps", CreateOptions::at(&stage.domain, &device)).unwrap();
     let (writing, reading) = (device.stream().unwrap(), stage.stream());
     let leaver = stage.open();
     owner.signal(&writing, 3, WAIT).unwrap();

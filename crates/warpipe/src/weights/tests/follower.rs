@@ -73,7 +73,7 @@ fn a_follower_takes_each_version_at_the_same_addresses_and_gives_the_former_one_
         assert_eq!(update(&mut follower).unwrap(), Some(version.into()));
         let weights = follower.weights();
         assert_eq!(
-            (weights.version(), byte_of(weights)),
+            (weights.info().version, byte_of(weights)),
             (version.into(), version)
         );
         assert_eq!(
@@ -120,7 +120,10 @@ fn a_version_of_other_tensors_changes_nothing_and_a_later_one_that_fits_is_taken
         error => panic!("{error:?}"),
     }
     assert_eq!(
-        (follower.weights().version(), byte_of(follower.weights())),
+        (
+            follower.weights().info().version,
+            byte_of(follower.weights())
+        ),
         (1, 1)
     );
     assert_eq!(stage.held(), ["1"]);
@@ -185,7 +188,7 @@ fn an_update_waits_for_the_work_of_the_stream_and_of_recorded_ones_and_changes_n
             .update(&named, Duration::from_millis(20))
             .unwrap_err();
         assert!(matches!(failed, Error::Timeout { .. }), "{failed}");
-        assert_eq!(follower.weights().version(), 1);
+        assert_eq!(follower.weights().info().version, 1);
         if !recorded {
             assert_eq!(byte_of(follower.weights()), 1);
         }
@@ -228,7 +231,10 @@ fn a_device_that_fails_at_any_part_leaves_the_former_version_there() {
             "{failed}"
         );
         assert_eq!(
-            (follower.weights().version(), byte_of(follower.weights())),
+            (
+                follower.weights().info().version,
+                byte_of(follower.weights())
+            ),
             (1, 1)
         );
         assert!(
@@ -339,7 +345,7 @@ fn an_update_after_one_that_could_not_restore_the_former_version_restores_it_bef
     // The first part of the new version, not its second, and not the first of the former one.
     backend.hook().0.store(3, SeqCst);
     update(&mut follower).unwrap_err();
-    assert_eq!(follower.weights().version(), 1);
+    assert_eq!(follower.weights().info().version, 1);
     drop(keeper);
     backend.hook().0.store(1, SeqCst);
     let failed = update(&mut follower).unwrap_err();

@@ -259,7 +259,7 @@ fn a_reader_whose_version_is_replaced_while_it_asks_for_pieces_opens_the_next_on
         _ => OutgoingReply::new(&KeeperReply::Noted, vec![]),
     });
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert_eq!((shared.version(), byte_of(&shared)), (2, 5));
+    assert_eq!((shared.info().version, byte_of(&shared)), (2, 5));
 }
 
 #[test]

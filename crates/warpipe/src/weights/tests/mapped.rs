@@ -122,7 +122,7 @@ fn a_reader_of_the_next_version_in_place_makes_no_call_of_the_driver_for_memory(
         published.push(trainer.publish().0);
         shared = shared.newer(WAIT).unwrap();
         assert_eq!(
-            (shared.version(), addresses(&shared)),
+            (shared.info().version, addresses(&shared)),
             (version, at.clone())
         );
         assert_eq!(memory_calls(&backend), calls);
@@ -180,7 +180,7 @@ fn neither_a_reader_nor_a_keeper_asks_for_pieces_that_it_has() {
     assert_eq!(asked.swap(0, SeqCst), 2, "64 in a reply");
     offered.store(1, SeqCst);
     let next = shared.newer(WAIT).unwrap();
-    assert_eq!((next.version(), asked.load(SeqCst)), (2, 0));
+    assert_eq!((next.info().version, asked.load(SeqCst)), (2, 0));
     // It is a full holder.
     assert_eq!(next.inner.held.pieces.len(), 100);
     assert!(
@@ -391,7 +391,7 @@ fn a_follower_whose_addresses_were_used_waits_until_other_openers_have_closed_th
         "{failed}"
     );
     for weights in [&opened, follower.weights()] {
-        assert_eq!((weights.version(), super::byte_of(weights)), (1, 1));
+        assert_eq!((weights.info().version, super::byte_of(weights)), (1, 1));
     }
     let first = opened.tensor("a").unwrap();
     drop(opened);
@@ -442,7 +442,7 @@ fn a_follower_with_clones_shares_its_memory_with_no_later_opener() {
     let stream = stage.device.stream().unwrap();
     assert_eq!(follower.update(&stream, WAIT).unwrap(), Some(2));
     assert_eq!(super::byte_of(&clone), 2);
-    assert_eq!((opened.version(), super::byte_of(&opened)), (1, 1));
+    assert_eq!((opened.info().version, super::byte_of(&opened)), (1, 1));
 }
 
 /// A version of two tensors in one allocation: the first lies there, the second comes from a version

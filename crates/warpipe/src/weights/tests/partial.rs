@@ -61,7 +61,7 @@ fn a_partial_version_is_whole_for_readers_and_has_the_memory_and_hashes_of_its_b
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop((whole, weights));
     let second = first.newer(WAIT).unwrap();
-    assert_eq!((published.version, second.version()), (2, 2));
+    assert_eq!((published.version, second.info().version), (2, 2));
     let names: Vec<_> = second.tensors().iter().map(|it| it.name.as_ref()).collect();
     assert_eq!(names, ["b", "c", "a"]);
     assert_eq!(bytes_of(&second, "a"), [1; 900]);
@@ -124,7 +124,7 @@ fn a_version_of_bases_has_the_parts_that_it_uses_and_no_others() {
         last = stage.publish_partial(&[("x", step)], &last);
     }
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert_eq!(shared.version(), 21);
+    assert_eq!(shared.info().version, 21);
     assert_eq!(
         (byte_of(&shared), bytes_of(&shared, "x")),
         (1, vec![20; 100])
@@ -186,7 +186,7 @@ fn a_base_that_was_withdrawn_is_an_error_and_one_that_is_open_is_none() {
     stage.publish_partial(&[("b", 7)], base);
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
     assert_eq!(
-        (shared.version(), bytes_of(&shared, "a")),
+        (shared.info().version, bytes_of(&shared, "a")),
         (3, vec![1; 900])
     );
     // Of another name, with another keeper, which ends.

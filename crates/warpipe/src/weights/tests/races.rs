@@ -140,7 +140,7 @@ fn a_reader_tells_its_number_once_its_holder_is_there_and_to_the_next_keeper_if_
         _ => version(&held),
     });
     let shared = SharedWeights::open("w", stage.options(), WAIT).unwrap();
-    assert_eq!((shared.version(), byte_of(&shared)), (9, 1));
+    assert_eq!((shared.info().version, byte_of(&shared)), (9, 1));
     assert_eq!(tells.try_iter().collect::<Vec<_>>(), [(9, 1), (9, 1)]);
 }
 

@@ -77,7 +77,7 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
     // The memory of both ends is known before: it rings as well.
     let first = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     drop(first.wait(&fixture.stream, SOON).unwrap());
     queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
@@ -85,7 +85,7 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
     // The driver holds up the queue's own thread, say.
     state.waiters.runner_sleep = Duration::ZERO;
     dispatcher.begin_polling(&mut state);
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     while !state.sessions[0].answers.may_have_news() {
         std::thread::yield_now();
     }
@@ -157,7 +157,7 @@ fn a_lease_without_an_end_is_no_overflow() {
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
     assert!(queue.dispatcher.lock().next_look() <= Duration::from_secs(10));
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
@@ -175,7 +175,7 @@ fn a_lease_does_not_run_out_while_its_queue_stands_still() {
     queue.dispatcher.lock().uptime.freeze(2 * LONG);
     let state = queue.state().unwrap();
     assert_eq!((state.leased, state.waiting), (1, 0));
-    lease.complete(&fixture.stream).unwrap();
+    lease.complete(None, &fixture.stream).unwrap();
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt, 1);
 }
 
@@ -205,7 +205,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
         worker
             .lease(&fixture.stream, SOON)
             .unwrap()
-            .complete(&fixture.stream)
+            .complete(None, &fixture.stream)
             .unwrap();
         queue.drain(SOON).unwrap();
         assert!(job.cancel().unwrap());
@@ -276,7 +276,7 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
     let (go, wait) = mpsc::channel::<()>();
     let lease = worker.lease(&slow, SOON).unwrap();
     slow.call(move || assert!(wait.recv().is_err())).unwrap();
-    lease.complete(&slow).unwrap();
+    lease.complete(None, &slow).unwrap();
     drop(worker);
     let start = Instant::now();
     while queue
@@ -364,7 +364,7 @@ fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
         answer_timeout: Duration::ZERO,
         ..WorkerOptions::at(&fixture.domain, &fixture.device)
     };
-    let mut worker = Worker::new("jobs", options).unwrap();
+    let mut worker = Worker::open("jobs", options, Duration::ZERO).unwrap();
     let room = 64;
     (0..room).for_each(|_| drop(queue.submit_bytes(b"job", stream).unwrap()));
     let leases: Vec<_> = (0..room)
@@ -375,7 +375,7 @@ fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
     // Until this is dropped nothing takes answers.
     let state = queue.dispatcher.lock();
     for lease in leases {
-        lease.complete(stream).unwrap();
+        lease.complete(None, stream).unwrap();
     }
     let late = worker.lease(stream, Duration::from_millis(1)).unwrap_err();
     assert!(late.to_string().starts_with("a job of"), "{late}");
@@ -401,7 +401,7 @@ fn a_shutdown_and_a_wait_of_other_threads_end_with_the_last_job() {
         }
         for _ in 0..2 {
             let lease = worker.lease(&fixture.stream, SOON).unwrap();
-            lease.complete(&fixture.stream).unwrap();
+            lease.complete(None, &fixture.stream).unwrap();
         }
         assert_eq!(waits.map(|wait| wait.join().unwrap()), [1, 2]);
         end.join().unwrap().unwrap();
