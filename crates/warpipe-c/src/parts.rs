@@ -32,8 +32,8 @@ pub struct warpipe_part {
     pub data: u64,
     /// The device address of the first byte of `layout.bytes`. Ignored in an argument.
     pub slot: u64,
-    /// Whether it lies in its sender's own memory. Ignored in an argument.
-    pub is_in_place: bool,
+    /// 1 if it lies in its sender's own memory, else 0. Ignored in an argument.
+    pub is_in_place: u32,
 }
 
 impl warpipe_part {
@@ -43,7 +43,7 @@ impl warpipe_part {
             layout: warpipe_layout::of(&part.layout),
             data: part.ptr,
             slot: part.slot_ptr,
-            is_in_place: part.is_in_place,
+            is_in_place: part.is_in_place.into(),
         }
     }
 

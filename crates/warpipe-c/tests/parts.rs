@@ -16,6 +16,8 @@ fn part(name: &CStr, bytes: u64) -> warpipe_part {
         *to = from as _;
     }
     part.layout = bytes_layout(bytes);
+    // Ignored in an argument, whatever a caller left there.
+    part.is_in_place = 0x5A5A_5A5A;
     part
 }
 
@@ -33,6 +35,7 @@ fn the_parts_of_a_loan_arrive_by_name_and_wrong_ones_are_refused() {
         &mut count
     ));
     assert_eq!((count, places[1].slot), (2, places[0].slot + 256));
+    assert!(places[..2].iter().all(|it| it.is_in_place == 0));
     for (name, byte, bytes) in [(c"image", 1, 6), (c"depth", 2, 4)] {
         let data: [u8; 8] = [byte; 8];
         let (name, data) = (name.as_ptr(), data.as_ptr().cast());
