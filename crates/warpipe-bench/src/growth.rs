@@ -191,7 +191,7 @@ fn names(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()> {
         let number = (count - 1) * round / (setup.rounds() + 1);
         let options = SubscriberOptions::at(&setup.domain, &setup.device);
         let start = Instant::now();
-        let subscriber = Subscriber::new(&name_of(number), options)?;
+        let subscriber = Subscriber::open(&name_of(number), options, Duration::ZERO)?;
         let opened = start.elapsed().as_secs_f64() * 1e6;
         drop(subscriber);
         let start = Instant::now();
@@ -311,7 +311,7 @@ pub fn follow(terms: &EngineTerms, control: &Control) -> anyhow::Result<()> {
     })?;
     let mut follower = shared.follow();
     while let Step::Take(version) = control.hear()? {
-        while follower.weights().version() < version {
+        while follower.weights().info().version < version {
             follower.update(&stream, PATIENCE)?;
         }
         control.send(&())?;
