@@ -404,8 +404,8 @@ fn is_small(sample: &Sample) -> bool {
 /// The bytes that a sample keeps from its publisher: of several tensors those in the slot, and
 /// those in place.
 fn bytes_of(sample: &Sample) -> u64 {
-    let in_place = sample.parts().iter().filter(|part| part.is_in_place());
-    let bytes = in_place.map(|part| part.layout().bytes());
+    let in_place = sample.parts().iter().filter(|part| part.is_in_place);
+    let bytes = in_place.map(|part| part.layout.bytes());
     bytes.fold(sample.layout().bytes(), u64::saturating_add)
 }
 
@@ -492,7 +492,7 @@ mod tests {
         let stream = device.stream().unwrap();
         let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device)).unwrap();
         let subscriber = SubscriberOptions::at(&domain, &device);
-        let mut subscriber = Subscriber::new("a", subscriber).unwrap();
+        let mut subscriber = Subscriber::open("a", subscriber, Duration::ZERO).unwrap();
         let memory = Memory::allocate(&device, 8192).unwrap();
         let memory = memory
             .publish("memory", PublishOptions::at(&domain))

@@ -631,8 +631,8 @@ typedef struct {
   uint64_t data;
   // The device address of the first byte of layout.bytes. Ignored in an argument.
   uint64_t slot;
-  // Whether it lies in its sender's own memory. Ignored in an argument.
-  bool is_in_place;
+  // 1 if it lies in its sender's own memory, else 0. Ignored in an argument.
+  uint32_t is_in_place;
 } warpipe_part;
 
 // The most that one user may have of a pool at once, whatever the number of its processes.

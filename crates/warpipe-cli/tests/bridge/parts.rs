@@ -31,7 +31,7 @@ fn the_parts_of_a_sample_arrive_with_their_names_layouts_bytes_and_the_longest_m
     let publisher = Publisher::new("camera/front", publisher).unwrap();
     let _bridges = pair.bridges_on(&super::support::device(), &["--tensor-max", "1"]);
     let subscriber = SubscriberOptions::at(&far, &device);
-    let mut subscriber = Subscriber::wait_for("camera/front", subscriber, LONG).unwrap();
+    let mut subscriber = Subscriber::open("camera/front", subscriber, LONG).unwrap();
     let stream = device.stream().unwrap();
 
     let memory = Memory::allocate(&device, 2 * BYTES_MAX).unwrap();
@@ -87,8 +87,8 @@ fn the_parts_of_a_sample_arrive_with_their_names_layouts_bytes_and_the_longest_m
         );
         assert_eq!(sample.parts().len(), layouts.len());
         for (part, (name, layout)) in sample.parts().iter().zip(&layouts) {
-            assert_eq!((part.name(), part.layout()), (*name, layout));
-            assert!(!part.is_in_place());
+            assert_eq!((&*part.name, &part.layout), (*name, layout));
+            assert!(!part.is_in_place);
             let bytes = sample.part_to_vec(name, LONG).unwrap();
             assert_eq!(bytes, content(number, layout));
         }

@@ -411,7 +411,7 @@ impl Sample {
         wait: impl Into<Wait<'w>>,
     ) -> Result<()> {
         let part = self.part(name)?;
-        self.download((part.slot_ptr, part.layout), bytes, &wait.into())
+        self.download((part.slot_ptr, &part.layout), bytes, &wait.into())
     }
 
     /// Copies a whole tensor, of this address and layout: the slot's, or that of one part.
