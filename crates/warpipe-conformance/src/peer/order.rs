@@ -333,7 +333,7 @@ pub enum Order {
     Join {
         /// As what.
         name: String,
-        /// See [`warpipe::Member::role`].
+        /// See [`warpipe::MemberOptions::role`].
         role: String,
     },
     /// Leave it, as every member that this peer is.
