@@ -3,9 +3,9 @@
     PYTHONPATH=src python bench.py [--device cuda] [--gpus 2] [--mib 64] [--rounds 200]
 
 One round is a call of the source and one of the receiver with its result, which reads its first and last element and
-answers the driver. The ways take turns: an empty tensor by WARPIPE, which is Ray's own overhead; a tensor that WARPIPE
-copies, and one that `empty` made; the object store; and on a GPU Ray's CUDA_IPC. Prints the medians, and what each is beyond
-the empty tensor, as a line of JSON.
+answers the driver. The ways take turns: an empty tensor by WARPIPE, beside which the receiver reads a tensor of its own: that
+is Ray's overhead, with the receiver's work; a tensor that WARPIPE copies, and one that `empty` made; the object store; and on
+a GPU Ray's CUDA_IPC. Prints the medians, and what each is beyond the empty tensor, as a line of JSON.
 """
 
 import argparse
@@ -67,8 +67,12 @@ def actors(library, with_ipc):
 
     @ray.remote(num_cpus=0, enable_tensor_transport=True)
     class Receiver:
+        def __init__(self, nbytes, device):
+            self.own = library.full(nbytes, device)
+
         def look(self, given):
-            return float(given[0]) + float(given[-1]) if len(given) else 2.0
+            given = given if len(given) else self.own
+            return float(given[0]) + float(given[-1])
 
     return Source, Receiver
 
@@ -112,7 +116,7 @@ def main():
         share = {"num_gpus": 0.5 if options.gpus == 1 else 1} if on_gpu else {}
         source, receiver = actors(Torch if options.library == "torch" else Numpy, with_ipc)
         source = source.options(**share).remote(nbytes, "cuda:0" if on_gpu else "host")
-        receiver = receiver.options(**share).remote()
+        receiver = receiver.options(**share).remote(nbytes, "cuda:0" if on_gpu else "host")
         ways = {"empty": source.nothing, "copied": source.copied, "in place": source.lent, "object store": source.stored}
         if with_ipc:
             ways["CUDA_IPC"] = source.by_ipc

@@ -43,25 +43,25 @@ struct TestProgram {
 }
 
 /// Builds the programs and fills `target/gpu-bundle/`, and `target/gpu-bundle.tar.xz` with the same.
-/// The comparison with other libraries, whose build takes as long as all else, is left out if asked.
+/// The comparisons with other libraries, whose build takes as long as all else, are left out if asked.
 pub fn assemble(workspace: &Workspace, with_comparison: bool) -> Outcome<()> {
     let programs = build_programs(workspace)?;
     let tests = build_tests(workspace)?;
     let examples = build_examples(workspace)?;
-    let comparison = with_comparison.then(|| comparison::build(workspace));
-    let comparison = comparison.transpose()?;
-    let bridge_bench = build_bridge_bench(workspace)?;
+    let comparisons = match with_comparison {
+        true => vec![
+            (comparison::PROGRAM, comparison::build(workspace)?),
+            ("warpipe-bridge-bench", build_bridge_bench(workspace)?),
+        ],
+        false => vec![],
+    };
     let folder = workspace.target.join("gpu-bundle");
     let _ = fs::remove_dir_all(&folder);
     make(&folder.join("tests"))?;
     make(&folder.join("examples"))?;
-    for (name, path) in &programs {
+    for (name, path) in programs.iter().chain(&comparisons) {
         place(path, &folder.join(name))?;
     }
-    if let Some(program) = &comparison {
-        place(program, &folder.join(comparison::PROGRAM))?;
-    }
-    place(&bridge_bench, &folder.join("warpipe-bridge-bench"))?;
     for TestProgram { name, path } in &tests {
         place(path, &folder.join("tests").join(name))?;
     }
@@ -82,7 +82,7 @@ pub fn assemble(workspace: &Workspace, with_comparison: bool) -> Outcome<()> {
     let bytes = fs::metadata(&archive)
         .map_err(|error| format!("{}: {error}", archive.display()))?
         .len();
-    let count = programs.len() + 1 + tests.len() + examples.len() + comparison.iter().len();
+    let count = programs.len() + comparisons.len() + tests.len() + examples.len();
     println!(
         "{}: {count} programs; {}: {:.1} MiB",
         folder.display(),
