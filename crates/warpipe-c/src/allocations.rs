@@ -3,17 +3,14 @@
 
 use std::ffi::{c_char, c_void};
 
-use warpipe::{Access, AllocationClient, AllocationServer, CreateOptions, Device};
+use warpipe::{Access, AllocationClient, AllocationServer, CreateOptions};
 
 use crate::arguments::{out, text, timeout};
-use crate::call::{make, make_of, read};
-use crate::device::{make_with, streams_of, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{run, warpipe_status};
-use crate::handle::{self, Found};
-use crate::memory::{MemoryKind, MemoryObject, warpipe_memory};
-use crate::open::{open_options, warpipe_open_options};
-use crate::streams::OnDevice;
+use crate::call::{make, read};
+use crate::{
+    MemoryKind, OnDevice, domain_of, handle, make_memory_of, open_named, run, streams_of,
+    warpipe_device, warpipe_domain, warpipe_memory, warpipe_open_options, warpipe_status,
+};
 
 /// Shares memory that other code of this process has allocated. Any number of threads may use it.
 pub struct warpipe_allocation_server(());
@@ -127,7 +124,7 @@ pub unsafe extern "C" fn warpipe_allocation_server_withdraw(
     number: u64,
     was_open: *mut bool,
 ) -> warpipe_status {
-    let withdraw = |server: &mut Found<OnDevice<AllocationServer>>| Ok(!server.withdraw(number)?);
+    let withdraw = |server: &OnDevice<AllocationServer>| server.withdraw(number).map(|done| !done);
     // SAFETY: the caller's promise.
     unsafe { read(server, "was_open", was_open, withdraw) }
 }
@@ -157,15 +154,8 @@ pub unsafe extern "C" fn warpipe_allocation_client_open(
     options: *const warpipe_open_options,
     client: *mut *mut warpipe_allocation_client,
 ) -> warpipe_status {
-    let open = |options: &warpipe_open_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        let name = unsafe { text("name", name) }?;
-        let wait = timeout(options.wait_ns);
-        let options = open_options(options, device)?;
-        Ok(AllocationClient::open(name, options, wait)?)
-    };
     // SAFETY: the caller's promises.
-    unsafe { make_with("client", client, options, open) }
+    unsafe { open_named("client", client, name, options, AllocationClient::open) }
 }
 
 /// Opens a share, which is this process's from then on, and waits up to `timeout_ns` nanoseconds
@@ -186,12 +176,10 @@ pub unsafe extern "C" fn warpipe_allocation_client_open_share(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    let open = |client: &mut Found<OnDevice<AllocationClient>>| {
-        let share = client.open_share(number, timeout(timeout_ns))?;
-        Ok(MemoryObject::of(MemoryKind::Lent(share), &client.streams))
-    };
+    let timeout = timeout(timeout_ns);
+    let open = |client: &AllocationClient| client.open_share(number, timeout).map(MemoryKind::Lent);
     // SAFETY: the caller's promise.
-    unsafe { make_of(client, "memory", memory, open) }
+    unsafe { make_memory_of(client, memory, open) }
 }
 
 /// Closes a client. What it has opened stays valid until it is closed. Null is ignored.

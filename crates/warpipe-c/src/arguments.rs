@@ -2,30 +2,26 @@
 //! for unsafe**: it reads and writes at addresses that the caller gives.
 
 use std::ffi::{CStr, c_char};
+use std::ptr::NonNull;
 use std::time::Duration;
 
-use crate::failure::Failure;
+use crate::warpipe_status::WARPIPE_PROTOCOL;
+use crate::{Failure, Result};
 
 /// A text that ends with a zero byte.
 ///
 /// # Safety
 /// `text` is null, or the address of such a text, which does not change during the call.
-pub(crate) unsafe fn text<'a>(name: &'static str, text: *const c_char) -> Result<&'a str, Failure> {
+pub(crate) unsafe fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str> {
     // SAFETY: the caller's promise.
-    match unsafe { text_or_null(name, text) }? {
-        Some(text) => Ok(text),
-        None => Err(Failure::NullArgument(name)),
-    }
+    unsafe { text_or_null(name, text) }?.ok_or_else(|| Failure::null(name))
 }
 
 /// As [`text`], and `None` for null.
 ///
 /// # Safety
 /// As for [`text`].
-pub(crate) unsafe fn text_or_null<'a>(
-    name: &'static str,
-    text: *const c_char,
-) -> Result<Option<&'a str>, Failure> {
+pub(crate) unsafe fn text_or_null<'a>(name: &str, text: *const c_char) -> Result<Option<&'a str>> {
     if text.is_null() {
         return Ok(None);
     }
@@ -40,15 +36,8 @@ pub(crate) unsafe fn text_or_null<'a>(
 ///
 /// # Safety
 /// `data` is the address of `count` values that do not change during the call, if `count` is not 0.
-pub(crate) unsafe fn slice<'a, T>(
-    name: &'static str,
-    data: *const T,
-    count: usize,
-) -> Result<&'a [T], Failure> {
-    check_array(name, data, count)?;
-    if count == 0 {
-        return Ok(&[]);
-    }
+pub(crate) unsafe fn slice<'a, T>(name: &str, data: *const T, count: usize) -> Result<&'a [T]> {
+    let data = checked(name, data, count)?;
     // SAFETY: not null, aligned and no longer than a slice may be; the rest is the caller's
     // promise.
     Ok(unsafe { std::slice::from_raw_parts(data, count) })
@@ -60,37 +49,32 @@ pub(crate) unsafe fn slice<'a, T>(
 /// `data` is the address of `count` places that nothing else uses during the call, if `count` is
 /// not 0.
 pub(crate) unsafe fn slice_mut<'a, T>(
-    name: &'static str,
+    name: &str,
     data: *mut T,
     count: usize,
-) -> Result<&'a mut [T], Failure> {
-    check_array(name, data.cast_const(), count)?;
-    if count == 0 {
-        return Ok(&mut []);
-    }
+) -> Result<&'a mut [T]> {
+    let data = checked(name, data, count)?.cast_mut();
     // SAFETY: as for `slice`; every type that is written here is valid whatever its bytes are.
     Ok(unsafe { std::slice::from_raw_parts_mut(data, count) })
 }
 
-fn check_array<T>(name: &'static str, data: *const T, count: usize) -> Result<(), Failure> {
+/// The address of an array; of an empty one, any that a slice may have.
+fn checked<T>(name: &str, data: *const T, count: usize) -> Result<*const T> {
     if count == 0 {
-        return Ok(());
+        return Ok(NonNull::dangling().as_ptr());
     }
     if data.is_null() {
-        return Err(Failure::NullArgument(name));
+        return Err(Failure::null(name));
     }
     if !data.is_aligned() {
         let allowed = format!("an address that {} divides", align_of::<T>());
         return Err(Failure::argument(name, format!("{data:p}"), allowed));
     }
-    match count.checked_mul(size_of::<T>()) {
-        Some(bytes) if bytes <= isize::MAX as usize => Ok(()),
-        _ => Err(Failure::argument(
-            name,
-            format!("{count} elements long"),
-            "less than an address space",
-        )),
+    if count > isize::MAX as usize / size_of::<T>() {
+        let found = format!("{count} elements long");
+        return Err(Failure::argument(name, found, "less than an address space"));
     }
+    Ok(data)
 }
 
 /// A place for a result. It is written once, when the call succeeds.
@@ -101,9 +85,9 @@ pub(crate) struct Out<T>(*mut T);
 ///
 /// # Safety
 /// `place` is null, or the address of a place for a `T` that nothing else uses during the call.
-pub(crate) unsafe fn out<T>(name: &'static str, place: *mut T) -> Result<Out<T>, Failure> {
+pub(crate) unsafe fn out<T>(name: &str, place: *mut T) -> Result<Out<T>> {
     if place.is_null() {
-        return Err(Failure::NullArgument(name));
+        return Err(Failure::null(name));
     }
     Ok(Out(place))
 }
@@ -112,10 +96,7 @@ pub(crate) unsafe fn out<T>(name: &'static str, place: *mut T) -> Result<Out<T>,
 ///
 /// # Safety
 /// As for [`out`].
-pub(crate) unsafe fn out_object<T>(
-    name: &'static str,
-    place: *mut *mut T,
-) -> Result<Out<*mut T>, Failure> {
+pub(crate) unsafe fn out_object<T>(name: &str, place: *mut *mut T) -> Result<Out<*mut T>> {
     // SAFETY: the caller's promise.
     let place = unsafe { out(name, place) }?;
     place.put(std::ptr::null_mut());
@@ -151,7 +132,7 @@ pub(crate) unsafe trait Options: Copy {}
 ///
 /// # Safety
 /// `options` is null, or the address of a structure of as many bytes as its first field says.
-pub(crate) unsafe fn options<T: Options>(options: *const T) -> Result<T, Failure> {
+pub(crate) unsafe fn options<T: Options>(options: *const T) -> Result<T> {
     // SAFETY: zeros are valid, by the trait.
     let mut copy: T = unsafe { std::mem::zeroed() };
     if options.is_null() {
@@ -176,11 +157,11 @@ pub(crate) unsafe fn options<T: Options>(options: *const T) -> Result<T, Failure
     let newer =
         unsafe { std::slice::from_raw_parts(options.cast::<u8>().add(known), size - known) };
     if newer.iter().any(|&byte| byte != 0) {
-        return Err(Failure::Version(format!(
-            "a {} of {size} bytes uses options that this library ({}) does not have; run one version",
-            name_of::<T>(),
-            env!("CARGO_PKG_VERSION"),
-        )));
+        let (name, version) = (name_of::<T>(), env!("CARGO_PKG_VERSION"));
+        let said = format!(
+            "a {name} of {size} bytes uses options that this library ({version}) does not have; run one version"
+        );
+        return Err(Failure::Own(WARPIPE_PROTOCOL, said));
     }
     Ok(copy)
 }
@@ -196,10 +177,10 @@ fn name_of<T>() -> &'static str {
 /// # Safety
 /// As for [`slice_mut`] and [`out`].
 pub(crate) unsafe fn put_list<T>(
-    (name, places, capacity): (&'static str, *mut T, usize),
+    (name, places, capacity): (&str, *mut T, usize),
     count: *mut usize,
     found: impl ExactSizeIterator<Item = T>,
-) -> Result<(), Failure> {
+) -> Result<()> {
     // SAFETY: the caller's promises.
     let (places, count) = unsafe { (slice_mut(name, places, capacity)?, out("count", count)?) };
     count.put(found.len());
@@ -219,16 +200,13 @@ pub(crate) unsafe fn put_text(
     buffer: *mut c_char,
     capacity: usize,
     length: *mut usize,
-) -> Result<(), Failure> {
+) -> Result<()> {
     let found = found.to_string();
     // SAFETY: the caller's promise.
     unsafe { put_unless_null(length, found.len()) };
     if capacity <= found.len() {
-        return Err(Failure::argument(
-            "capacity",
-            capacity,
-            format!("at least {} bytes", found.len() + 1),
-        ));
+        let allowed = format!("at least {} bytes", found.len() + 1);
+        return Err(Failure::argument("capacity", capacity, allowed));
     }
     // SAFETY: the caller's promise; a byte may have any value.
     let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), capacity) }?;
@@ -269,12 +247,14 @@ pub(crate) fn time_option(nanoseconds: u64) -> Option<Duration> {
 }
 
 /// An option that is 0 or 1: a `bool` of other bytes would be no value of Rust.
-pub(crate) fn flag(name: &'static str, found: u32) -> Result<bool, Failure> {
-    match found {
-        0 => Ok(false),
-        1 => Ok(true),
-        other => Err(Failure::argument(name, other, "0 or 1")),
-    }
+pub(crate) fn flag(name: &str, found: u32) -> Result<bool> {
+    choice(name, found, "0 or 1", &[false, true])
+}
+
+/// The choice of a number among `choices`, those of an enumeration in C.
+pub(crate) fn choice<T: Copy>(name: &str, found: u32, allowed: &str, choices: &[T]) -> Result<T> {
+    let chosen = choices.get(found as usize).copied();
+    chosen.ok_or_else(|| Failure::argument(name, found, allowed))
 }
 
 /// An option that is a number, with 0 for its default.

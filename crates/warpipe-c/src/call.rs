@@ -9,14 +9,13 @@ use std::ptr::null_mut;
 use warpipe::Stream;
 
 use crate::arguments::{out, out_object, put_unless_null};
-use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Handle, Locked};
-use crate::streams::OnDevice;
+use crate::{Failure, OnDevice, Result, run, warpipe_status};
 
 /// Runs `work` on the object behind a pointer.
 pub(crate) fn call<P: Handle>(
     pointer: *const P,
-    work: impl FnOnce(&mut P::Guard) -> Result<(), Failure>,
+    work: impl FnOnce(&mut P::Guard) -> Result<()>,
 ) -> warpipe_status {
     run(|| work(&mut handle::find(pointer)?))
 }
@@ -28,7 +27,7 @@ pub(crate) fn call<P: Handle>(
 pub(crate) unsafe fn call_on<P: Handle<Object = OnDevice<T>>, T>(
     pointer: *const P,
     stream: *mut c_void,
-    work: impl FnOnce(&T, &Stream) -> Result<(), Failure>,
+    work: impl FnOnce(&T, &Stream) -> Result<()>,
 ) -> warpipe_status {
     run(|| {
         let found = handle::find(pointer)?;
@@ -43,18 +42,33 @@ pub(crate) unsafe fn call_on<P: Handle<Object = OnDevice<T>>, T>(
 /// # Safety
 /// As for [`out`].
 #[inline(always)]
-pub(crate) unsafe fn read<P: Handle, V>(
+pub(crate) unsafe fn read<P: Handle, V, E: Into<Failure>>(
     pointer: *const P,
-    name: &'static str,
+    name: &str,
     place: *mut V,
-    work: impl FnOnce(&mut P::Guard) -> Result<V, Failure>,
+    work: impl FnOnce(&P::Object) -> Result<V, E>,
 ) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promise.
         let place = unsafe { out(name, place) }?;
-        place.put(work(&mut handle::find(pointer)?)?);
+        place.put(work(&*handle::find(pointer)?).map_err(E::into)?);
         Ok(())
     })
+}
+
+/// As [`read`], of a value that is always there.
+///
+/// # Safety
+/// As for [`out`].
+#[inline(always)]
+pub(crate) unsafe fn get<P: Handle, V>(
+    pointer: *const P,
+    name: &str,
+    place: *mut V,
+    work: impl FnOnce(&P::Object) -> V,
+) -> warpipe_status {
+    // SAFETY: the caller's promise.
+    unsafe { read(pointer, name, place, |found| Ok::<_, Failure>(work(found))) }
 }
 
 /// As [`read`], of a value that the caller may not want: `place` may be null.
@@ -64,7 +78,7 @@ pub(crate) unsafe fn read<P: Handle, V>(
 pub(crate) unsafe fn read_optional<P: Handle, V>(
     pointer: *const P,
     place: *mut V,
-    work: impl FnOnce(&mut P::Guard) -> Result<V, Failure>,
+    work: impl FnOnce(&mut P::Guard) -> Result<V>,
 ) -> warpipe_status {
     call(pointer, |found| {
         let value = work(found)?;
@@ -80,9 +94,9 @@ pub(crate) unsafe fn read_optional<P: Handle, V>(
 /// As for [`out_object`].
 #[inline(always)]
 pub(crate) unsafe fn make<P: Handle>(
-    name: &'static str,
+    name: &str,
     place: *mut *mut P,
-    work: impl FnOnce() -> Result<P::Object, Failure>,
+    work: impl FnOnce() -> Result<P::Object>,
 ) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promise.
@@ -100,7 +114,7 @@ pub(crate) unsafe fn make<P: Handle>(
 #[inline(always)]
 pub(crate) unsafe fn make_optional<P: Handle>(
     place: *mut *mut P,
-    work: impl FnOnce() -> Result<P::Object, Failure>,
+    work: impl FnOnce() -> Result<P::Object>,
 ) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promise.
@@ -122,9 +136,9 @@ pub(crate) unsafe fn make_optional<P: Handle>(
 #[inline(always)]
 pub(crate) unsafe fn make_of<S: Handle, P: Handle>(
     source: *const S,
-    name: &'static str,
+    name: &str,
     place: *mut *mut P,
-    work: impl FnOnce(&mut S::Guard) -> Result<P::Object, Failure>,
+    work: impl FnOnce(&mut S::Guard) -> Result<P::Object>,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
     unsafe { make(name, place, || work(&mut handle::find(source)?)) }
@@ -137,9 +151,9 @@ pub(crate) unsafe fn make_of<S: Handle, P: Handle>(
 #[inline(always)]
 pub(crate) unsafe fn make_beside<S, T, P, V>(
     source: *const S,
-    name: &'static str,
+    name: &str,
     place: *mut *mut P,
-    work: impl FnOnce(&mut S::Guard) -> Result<V, Failure>,
+    work: impl FnOnce(&mut S::Guard) -> Result<V>,
 ) -> warpipe_status
 where
     S: Handle<Object = OnDevice<T>>,
@@ -167,9 +181,9 @@ where
 pub(crate) unsafe fn make_on<S, T, P, V>(
     source: *const S,
     stream: *mut c_void,
-    name: &'static str,
+    name: &str,
     place: *mut *mut P,
-    work: impl FnOnce(&T, &Stream) -> Result<V, Failure>,
+    work: impl FnOnce(&T, &Stream) -> Result<V>,
 ) -> warpipe_status
 where
     S: Handle<Object = OnDevice<T>>,
@@ -192,9 +206,9 @@ where
 pub(crate) unsafe fn make_alone_on<S, T: 'static, P, V>(
     source: *const S,
     stream: *mut c_void,
-    name: &'static str,
+    name: &str,
     place: *mut *mut P,
-    work: impl FnOnce(&mut T, &Stream) -> Result<V, Failure>,
+    work: impl FnOnce(&mut T, &Stream) -> Result<V>,
 ) -> warpipe_status
 where
     S: Handle<Object = OnDevice<T>, Guard = Locked<OnDevice<T>>>,

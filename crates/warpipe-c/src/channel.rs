@@ -2,6 +2,7 @@
 
 use std::ffi::{c_char, c_void};
 use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
 
 use warpipe::{
     Device, Layout, PeerState, Policy, Publisher, PublisherOptions, Stream, Subscriber,
@@ -9,17 +10,15 @@ use warpipe::{
 };
 
 use crate::arguments::{
-    admitted, flag, number, put_list, put_unless_null, slice, text, time, time_option, timeout,
+    admitted, choice, flag, number, put_list, put_unless_null, slice, text, time, time_option,
+    timeout,
 };
-use crate::call::{call, call_on, make_alone_on, read};
-use crate::device::{HostCall, device_options, make_with, warpipe_device, warpipe_host_function};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle;
-use crate::layout::{layout_of, warpipe_layout};
-use crate::loan::{LoanKind, lend, warpipe_loan};
-use crate::sample::warpipe_sample;
-use crate::ticket::warpipe_published;
+use crate::call::{call, call_on, get, make_alone_on};
+use crate::{
+    Failure, HostCall, LoanKind, Result, device_options, domain_of, handle, layout_of, lend,
+    make_with, run, warpipe_device, warpipe_domain, warpipe_host_function, warpipe_layout,
+    warpipe_loan, warpipe_published, warpipe_sample, warpipe_status,
+};
 
 /// Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
 pub struct warpipe_publisher(());
@@ -163,20 +162,16 @@ pub(crate) fn state_of(state: PeerState) -> warpipe_peer_state {
     }
 }
 
-fn policy_of(options: &warpipe_publisher_options) -> Result<Policy, Failure> {
-    let blocking = time_option(options.block_timeout_ns);
-    Ok(match options.policy {
-        0 => Policy::Block {
-            timeout: blocking.unwrap_or(std::time::Duration::from_secs(5)),
-        },
-        1 => Policy::DropOldest,
-        2 => Policy::DropNewest,
-        3 => Policy::Fail,
-        other => {
-            let allowed = "a warpipe_policy";
-            return Err(Failure::argument("options->policy", other, allowed));
-        }
-    })
+fn policy_of(options: &warpipe_publisher_options) -> Result<Policy> {
+    let timeout = time(options.block_timeout_ns, Duration::from_secs(5));
+    let block = Policy::Block { timeout };
+    let policies = [block, Policy::DropOldest, Policy::DropNewest, Policy::Fail];
+    choice(
+        "options->policy",
+        options.policy,
+        "a warpipe_policy",
+        &policies,
+    )
 }
 
 /// Makes a publisher of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`), and
@@ -389,9 +384,7 @@ pub extern "C" fn warpipe_publisher_wait_for_subscribers(
     timeout_ns: u64,
 ) -> warpipe_status {
     let timeout = timeout(timeout_ns);
-    call(publisher, |publisher| {
-        Ok(publisher.wait_for_subscribers(count, timeout)?)
-    })
+    call(publisher, |it| Ok(it.wait_for_subscribers(count, timeout)?))
 }
 
 /// Lists the subscribers, at most `capacity` of them. `*count` becomes the number of all.
@@ -480,10 +473,9 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
     timeout_ns: u64,
     sample: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    let receive = |subscriber: &mut Subscriber, stream: &Stream| {
-        let received = subscriber.receive(stream, timeout(timeout_ns))?;
-        Ok(received.into())
-    };
+    let timeout = timeout(timeout_ns);
+    let receive =
+        |from: &mut Subscriber, stream: &Stream| Ok(from.receive(stream, timeout)?.into());
     // SAFETY: the caller's promises.
     unsafe { make_alone_on(subscriber, stream, "sample", sample, receive) }
 }
@@ -500,7 +492,7 @@ pub unsafe extern "C" fn warpipe_subscriber_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(subscriber, "fd", fd, |it| Ok(it.as_fd().as_raw_fd())) }
+    unsafe { get(subscriber, "fd", fd, |it| it.as_fd().as_raw_fd()) }
 }
 
 /// Samples that this subscriber did not get because of the publisher's policy.
@@ -513,7 +505,7 @@ pub unsafe extern "C" fn warpipe_subscriber_get_dropped(
     dropped: *mut u64,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(subscriber, "dropped", dropped, |found| Ok(found.dropped())) }
+    unsafe { get(subscriber, "dropped", dropped, |found| found.dropped()) }
 }
 
 /// The publisher's state (a `warpipe_peer_state`) and its process id, 0 while there is none. Either

@@ -6,11 +6,10 @@ use std::sync::Arc;
 use warpipe::{Device, DeviceInfo, DeviceKind, Stream};
 
 use crate::arguments::{Options, fixed, options, out_object, text_or_null, timeout};
-use crate::call::{call, call_on, make, read};
-use crate::failure::{Failure, run, warpipe_status};
+use crate::call::{call, call_on, get, make};
 use crate::handle::{self, Handle};
-use crate::layout::{layout_of, warpipe_layout};
 use crate::streams::{OnDevice, Streams};
+use crate::{Failure, Result, layout_of, run, warpipe_layout, warpipe_status};
 
 /// A GPU, or the host: memory of memfds, threads as streams.
 pub struct warpipe_device(());
@@ -44,7 +43,7 @@ impl warpipe_device_info {
 }
 
 /// The device of an argument; of null, the first GPU, else the host.
-pub(crate) fn streams_of(device: *const warpipe_device) -> Result<Arc<Streams>, Failure> {
+pub(crate) fn streams_of(device: *const warpipe_device) -> Result<Arc<Streams>> {
     Ok(match handle::find_optional(device)? {
         Some(device) => device.streams.clone(),
         None => Arc::new(Streams::new(Device::preferred().device)),
@@ -76,10 +75,10 @@ pub(crate) use device_options;
 /// # Safety
 /// As for [`make`] and [`options`].
 pub(crate) unsafe fn make_with<O: DeviceOptions, P: Handle<Object = OnDevice<T>>, T>(
-    name: &'static str,
+    name: &str,
     place: *mut *mut P,
     given: *const O,
-    work: impl FnOnce(&O, &Device) -> Result<T, Failure>,
+    work: impl FnOnce(&O, &Device) -> Result<T>,
 ) -> warpipe_status {
     let make_object = || {
         // SAFETY: the caller's promise.
@@ -92,7 +91,7 @@ pub(crate) unsafe fn make_with<O: DeviceOptions, P: Handle<Object = OnDevice<T>>
     unsafe { make(name, place, make_object) }
 }
 
-fn named(name: &str) -> Result<Device, Failure> {
+fn named(name: &str) -> Result<Device> {
     if name == "host" {
         return Ok(Device::host());
     }
@@ -167,7 +166,7 @@ pub unsafe extern "C" fn warpipe_device_get_info(
 ) -> warpipe_status {
     let info_of = |streams: &Streams| warpipe_device_info::of(streams.device().info());
     // SAFETY: the caller's promise.
-    unsafe { read(device, "info", info, |device| Ok(info_of(&device.streams))) }
+    unsafe { get(device, "info", info, |device| info_of(&device.streams)) }
 }
 
 /// Closes a device's handle. Null is ignored.
@@ -295,7 +294,7 @@ pub unsafe extern "C" fn warpipe_stream_call(
     let enqueue = |(): &(), stream: &Stream| {
         // SAFETY: the caller's promise.
         let call = unsafe { HostCall::new(function, argument) };
-        let call = call.ok_or(Failure::NullArgument("function"))?;
+        let call = call.ok_or_else(|| Failure::null("function"))?;
         Ok(stream.call(move || call.call())?)
     };
     // SAFETY: the caller's promise.

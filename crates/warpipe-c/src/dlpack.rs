@@ -13,18 +13,16 @@ use warpipe_dlpack::{
 
 use crate::arguments::{out, out_object, put_unless_null};
 use crate::call::{call, call_on};
-use crate::channel::warpipe_publisher;
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle;
-use crate::layout::{layout_of, warpipe_layout};
-use crate::loan::{LoanKind, warpipe_loan};
-use crate::memory::{TensorOwner, warpipe_memory};
-use crate::sample::{Received, warpipe_sample};
-use crate::streams::OnDevice;
+use crate::warpipe_status::WARPIPE_LIMIT_REACHED;
+use crate::{
+    Failure, LoanKind, OnDevice, Received, Result, TensorOwner, handle, layout_of, run,
+    warpipe_layout, warpipe_loan, warpipe_memory, warpipe_publisher, warpipe_sample,
+    warpipe_status,
+};
 
 impl From<Refusal> for Failure {
     fn from(refusal: Refusal) -> Failure {
-        Failure::Tensor(refusal.to_string())
+        Failure::input(refusal.to_string())
     }
 }
 
@@ -65,7 +63,7 @@ impl Managed for DLManagedTensor {
 /// As for [`out_object`].
 unsafe fn give<M: Managed, Owner: Send + 'static>(
     tensor: *mut *mut M,
-    export: impl FnOnce() -> Result<Exported<Owner>, Failure>,
+    export: impl FnOnce() -> Result<Exported<Owner>>,
 ) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promise.
@@ -111,7 +109,7 @@ pub unsafe extern "C" fn warpipe_sample_to_dlpack_legacy(
     unsafe { give(tensor, || export_sample(sample)) }
 }
 
-fn export_sample(sample: *mut warpipe_sample) -> Result<Exported<OnDevice<Received>>, Failure> {
+fn export_sample(sample: *mut warpipe_sample) -> Result<Exported<OnDevice<Received>>> {
     let mut found = handle::find(sample)?;
     let device = DLDevice::of(found.streams.device());
     let (layout, address) = (*found.sample.layout(), found.sample.ptr());
@@ -151,7 +149,7 @@ pub unsafe extern "C" fn warpipe_loan_to_dlpack_legacy(
     unsafe { give(tensor, || export_loan(loan)) }
 }
 
-fn export_loan(loan: *const warpipe_loan) -> Result<Exported<SlotHold>, Failure> {
+fn export_loan(loan: *const warpipe_loan) -> Result<Exported<SlotHold>> {
     let lent = handle::find(loan)?;
     let device = DLDevice::of(lent.streams.device());
     Ok(Exported::new(
@@ -204,7 +202,7 @@ pub unsafe extern "C" fn warpipe_memory_to_dlpack_legacy(
 unsafe fn export_memory(
     memory: *const warpipe_memory,
     layout: *const warpipe_layout,
-) -> Result<Exported<TensorOwner>, Failure> {
+) -> Result<Exported<TensorOwner>> {
     // SAFETY: the caller's promise.
     let layout = unsafe { layout_of(layout) }?;
     handle::find(memory)?.with_owner(|info, streams, owner| {
@@ -223,8 +221,8 @@ unsafe fn export_memory(
 ///
 /// # Safety
 /// `tensor` is null or the address of a valid tensor of DLPack.
-unsafe fn read<M: Managed>(tensor: *const M) -> Result<Borrowed, Failure> {
-    let tensor = NonNull::new(tensor.cast_mut()).ok_or(Failure::NullArgument("tensor"))?;
+unsafe fn read<M: Managed>(tensor: *const M) -> Result<Borrowed> {
+    let tensor = NonNull::new(tensor.cast_mut()).ok_or_else(|| Failure::null("tensor"))?;
     // SAFETY: the caller's promise.
     Borrowed::of(unsafe { M::import(tensor) }?)
 }
@@ -241,7 +239,7 @@ struct Borrowed {
 }
 
 impl Borrowed {
-    fn of(imported: Imported) -> Result<Borrowed, Failure> {
+    fn of(imported: Imported) -> Result<Borrowed> {
         // The caller keeps the tensor, and calls its deleter.
         let imported = std::mem::ManuallyDrop::new(imported);
         let (dtype, shape, strides) = (imported.dtype(), imported.shape(), imported.strides());
@@ -257,7 +255,7 @@ impl Borrowed {
             .ok()
             .and_then(|offset| Some((offset, imported.address().checked_sub(offset)?)));
         let (offset, lowest) = lowest
-            .ok_or_else(|| Failure::Tensor("its elements reach before the first address".into()))?;
+            .ok_or_else(|| Failure::input("its elements reach before the first address".into()))?;
         Ok(Borrowed {
             device: imported.device(),
             lowest,
@@ -267,7 +265,7 @@ impl Borrowed {
     }
 
     /// Refuses a tensor that the device of `stream` does not reach.
-    fn check_place(&self, stream: &Stream) -> Result<bool, Failure> {
+    fn check_place(&self, stream: &Stream) -> Result<bool> {
         let own = DLDevice::of(stream.device());
         let on_host = matches!(self.device.device_type, CPU | CUDA_HOST);
         let same_gpu = matches!(self.device.device_type, CUDA | CUDA_MANAGED)
@@ -294,7 +292,7 @@ impl Borrowed {
     ///
     /// # Safety
     /// The tensor's memory is readable, on a GPU until the stream has done the copy.
-    unsafe fn copy_into(&self, loan: &mut LoanKind, stream: &Stream) -> Result<(), Failure> {
+    unsafe fn copy_into(&self, loan: &mut LoanKind, stream: &Stream) -> Result<()> {
         if self.packed.bytes() == 0 {
             return Ok(());
         }
@@ -316,10 +314,7 @@ impl Borrowed {
     ///
     /// # Safety
     /// The tensor is on the host and readable.
-    unsafe fn with_host_bytes<R>(
-        &self,
-        work: impl FnOnce(&[u8]) -> Result<R, Failure>,
-    ) -> Result<R, Failure> {
+    unsafe fn with_host_bytes<R>(&self, work: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
         let length = self.packed.bytes() as usize;
         if self.layout.is_contiguous() {
             let first = std::ptr::with_exposed_provenance(self.lowest as usize);
@@ -329,7 +324,7 @@ impl Borrowed {
         let mut bytes: Vec<u8> = Vec::new();
         if bytes.try_reserve_exact(length).is_err() {
             let said = format!("this process has no room for a copy of {length} bytes");
-            return Err(Failure::NoRoom(said));
+            return Err(Failure::Own(WARPIPE_LIMIT_REACHED, said));
         }
         let to = bytes.as_mut_ptr().expose_provenance() as DevicePtr;
         let rows = Rows::between(to, &self.packed, self.lowest, &self.layout)?;

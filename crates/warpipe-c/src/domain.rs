@@ -6,8 +6,7 @@ use warpipe::Domain;
 
 use crate::arguments::{fixed, put_list, put_text, text, text_or_null};
 use crate::call::{call, make, read_optional};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle;
+use crate::{Result, handle, run, warpipe_status};
 
 /// A directory of names. Endpoints meet by their name in one domain.
 pub struct warpipe_domain(());
@@ -31,7 +30,7 @@ pub struct warpipe_endpoint {
 }
 
 /// The domain of an argument; of null, the environment's.
-pub(crate) fn domain_of(domain: *const warpipe_domain) -> Result<Option<Domain>, Failure> {
+pub(crate) fn domain_of(domain: *const warpipe_domain) -> Result<Option<Domain>> {
     let found = handle::find_optional(domain)?;
     Ok(found.map(|domain| Domain::clone(&domain)))
 }

@@ -7,11 +7,10 @@ use warpipe::{CreateOptions, Device, Event, EventHandle, Recording, Stream};
 
 use crate::arguments::{admitted, put_text, put_unless_null, text, timeout};
 use crate::call::{call, call_on, make, read};
-use crate::device::{device_options, make_with, streams_of, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle;
-use crate::streams::OnDevice;
+use crate::{
+    Failure, OnDevice, device_options, domain_of, handle, make_with, run, streams_of,
+    warpipe_device, warpipe_domain, warpipe_status,
+};
 
 /// An event of this or another process. Any number of threads may use it.
 pub struct warpipe_event(());
@@ -189,7 +188,7 @@ pub unsafe extern "C" fn warpipe_event_query(
     is_complete: *mut bool,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(event, "is_complete", is_complete, |it| Ok(it.query()?)) }
+    unsafe { read(event, "is_complete", is_complete, |it| it.query()) }
 }
 
 /// Whether this recording, of `warpipe_event_record` or `warpipe_event_wait` on this event, is
@@ -206,16 +205,14 @@ pub unsafe extern "C" fn warpipe_event_is_recording_complete(
     recording: u64,
     is_complete: *mut bool,
 ) -> warpipe_status {
-    let recording = Recording::from_bits(recording).ok_or_else(|| {
+    let check = |event: &OnDevice<Event>| {
         let allowed = "a number that warpipe_event_record or warpipe_event_wait gave";
-        Failure::argument("recording", recording, allowed)
-    });
+        let known = Recording::from_bits(recording);
+        let known = known.ok_or_else(|| Failure::argument("recording", recording, allowed))?;
+        Ok::<_, Failure>(event.check(known)?)
+    };
     // SAFETY: the caller's promise.
-    unsafe {
-        read(event, "is_complete", is_complete, |event| {
-            Ok(event.check(recording?)?)
-        })
-    }
+    unsafe { read(event, "is_complete", is_complete, check) }
 }
 
 /// Waits on the CPU, up to `timeout_ns` nanoseconds, until the last recording is complete

@@ -2,7 +2,8 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::ffi::{CString, c_char};
+use std::ffi::{CStr, CString, c_char};
+use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use warpipe::{Error, ErrorKind, Language};
@@ -60,36 +61,12 @@ use warpipe_status::*;
 pub(crate) enum Failure {
     /// The library's.
     Library(Box<Error>),
-    /// An argument that must not be null is.
-    NullArgument(&'static str),
-    /// An argument that is not allowed.
-    Argument {
-        name: &'static str,
-        found: String,
-        allowed: String,
-    },
-    /// Null where an object is needed.
-    Null(&'static str),
-    /// The object was closed or consumed, or the pointer is not one of this process.
-    Closed(&'static str),
-    /// A pointer of another type.
-    WrongType {
-        wanted: &'static str,
-        found: Option<&'static str>,
-    },
-    /// Another thread uses the object.
-    InUse(&'static str),
-    /// The table of this type is full.
-    TooMany(&'static str),
-    /// Not in this state.
-    State(String),
-    /// A tensor that cannot be exchanged.
-    Tensor(String),
-    /// No memory of the host.
-    NoRoom(String),
-    /// The header is of another version.
-    Version(String),
+    /// This interface's: the fact, and where there is one the next step.
+    Own(warpipe_status, String),
 }
+
+/// The result of a part of a call.
+pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Failure {
@@ -98,29 +75,35 @@ impl From<Error> for Failure {
 }
 
 impl Failure {
-    pub(crate) fn argument(
-        name: &'static str,
-        found: impl ToString,
-        allowed: impl ToString,
-    ) -> Failure {
-        Failure::Argument {
-            name,
-            found: found.to_string(),
-            allowed: allowed.to_string(),
-        }
+    /// An argument that must not be null is.
+    pub(crate) fn null(name: &str) -> Failure {
+        Failure::input(format!("{name} is null; pass an address"))
+    }
+
+    /// An argument that is not allowed.
+    pub(crate) fn argument(name: &str, found: impl Display, allowed: impl Display) -> Failure {
+        Failure::input(format!("{name} is {found}; allowed is {allowed}"))
+    }
+
+    pub(crate) fn input(said: String) -> Failure {
+        Failure::Own(WARPIPE_INVALID_INPUT, said)
+    }
+
+    /// The object was closed or consumed, or the pointer is not one of this process.
+    pub(crate) fn closed(name: &str) -> Failure {
+        let said = format!("this {name} is closed, was consumed by a call, or never was one");
+        Failure::Own(WARPIPE_INVALID_OBJECT, said)
+    }
+
+    /// Not in this state.
+    pub(crate) fn state(said: &str) -> Failure {
+        Failure::Own(WARPIPE_INVALID_STATE, said.into())
     }
 
     pub(crate) fn status(&self) -> warpipe_status {
         match self {
             Failure::Library(error) => status_of(error.kind()),
-            Failure::NullArgument(_) | Failure::Argument { .. } => WARPIPE_INVALID_INPUT,
-            Failure::Null(_) | Failure::Closed(_) | Failure::WrongType { .. } => {
-                WARPIPE_INVALID_OBJECT
-            }
-            Failure::InUse(_) | Failure::State(_) => WARPIPE_INVALID_STATE,
-            Failure::Tensor(_) => WARPIPE_INVALID_INPUT,
-            Failure::TooMany(_) | Failure::NoRoom(_) => WARPIPE_LIMIT_REACHED,
-            Failure::Version(_) => WARPIPE_PROTOCOL,
+            Failure::Own(status, _) => *status,
         }
     }
 
@@ -131,35 +114,7 @@ impl Failure {
                 Some(hint) => format!("{error}; {hint}"),
                 None => error.to_string(),
             },
-            Failure::NullArgument(name) => format!("{name} is null; pass an address"),
-            Failure::Argument {
-                name,
-                found,
-                allowed,
-            } => format!("{name} is {found}; allowed is {allowed}"),
-            Failure::Null(name) => format!("null was passed for a {name}"),
-            Failure::Closed(name) => {
-                format!("this {name} is closed, was consumed by a call, or never was one")
-            }
-            Failure::WrongType {
-                wanted,
-                found: Some(found),
-            } => format!("a {found} was passed for a {wanted}"),
-            Failure::WrongType {
-                wanted,
-                found: None,
-            } => format!("this pointer is no {wanted}; pass one that this library gave"),
-            Failure::InUse(name) => format!(
-                "another thread is in a call on this {name}, which one thread at a time may use"
-            ),
-            Failure::TooMany(name) => {
-                let most = crate::handle::ENTRIES_MAX;
-                format!("this process has {most} open objects of {name}; close some")
-            }
-            Failure::State(said)
-            | Failure::Tensor(said)
-            | Failure::NoRoom(said)
-            | Failure::Version(said) => said.clone(),
+            Failure::Own(_, said) => said.clone(),
         }
     }
 
@@ -176,25 +131,52 @@ impl Failure {
     }
 }
 
+/// The library's kinds of errors, and the status and the status's name for each.
+const KINDS: [(ErrorKind, warpipe_status, &CStr); 15] = [
+    (
+        ErrorKind::DeviceUnavailable,
+        WARPIPE_DEVICE_UNAVAILABLE,
+        c"device_unavailable",
+    ),
+    (
+        ErrorKind::DeviceFailed,
+        WARPIPE_DEVICE_FAILED,
+        c"device_failed",
+    ),
+    (ErrorKind::System, WARPIPE_SYSTEM, c"system"),
+    (
+        ErrorKind::LimitReached,
+        WARPIPE_LIMIT_REACHED,
+        c"limit_reached",
+    ),
+    (ErrorKind::NotFound, WARPIPE_NOT_FOUND, c"not_found"),
+    (
+        ErrorKind::NameConflict,
+        WARPIPE_NAME_CONFLICT,
+        c"name_conflict",
+    ),
+    (ErrorKind::Refused, WARPIPE_REFUSED, c"refused"),
+    (ErrorKind::Protocol, WARPIPE_PROTOCOL, c"protocol"),
+    (ErrorKind::PeerGone, WARPIPE_PEER_GONE, c"peer_gone"),
+    (ErrorKind::LinkClosed, WARPIPE_LINK_CLOSED, c"link_closed"),
+    (ErrorKind::DataLost, WARPIPE_DATA_LOST, c"data_lost"),
+    (ErrorKind::Timeout, WARPIPE_TIMEOUT, c"timeout"),
+    (ErrorKind::JobFailed, WARPIPE_JOB_FAILED, c"job_failed"),
+    (
+        ErrorKind::InvalidInput,
+        WARPIPE_INVALID_INPUT,
+        c"invalid_input",
+    ),
+    (
+        ErrorKind::InvalidState,
+        WARPIPE_INVALID_STATE,
+        c"invalid_state",
+    ),
+];
+
 fn status_of(kind: ErrorKind) -> warpipe_status {
-    match kind {
-        ErrorKind::DeviceUnavailable => WARPIPE_DEVICE_UNAVAILABLE,
-        ErrorKind::DeviceFailed => WARPIPE_DEVICE_FAILED,
-        ErrorKind::System => WARPIPE_SYSTEM,
-        ErrorKind::LimitReached => WARPIPE_LIMIT_REACHED,
-        ErrorKind::NotFound => WARPIPE_NOT_FOUND,
-        ErrorKind::NameConflict => WARPIPE_NAME_CONFLICT,
-        ErrorKind::Refused => WARPIPE_REFUSED,
-        ErrorKind::Protocol => WARPIPE_PROTOCOL,
-        ErrorKind::PeerGone => WARPIPE_PEER_GONE,
-        ErrorKind::LinkClosed => WARPIPE_LINK_CLOSED,
-        ErrorKind::DataLost => WARPIPE_DATA_LOST,
-        ErrorKind::Timeout => WARPIPE_TIMEOUT,
-        ErrorKind::JobFailed => WARPIPE_JOB_FAILED,
-        ErrorKind::InvalidInput => WARPIPE_INVALID_INPUT,
-        ErrorKind::InvalidState => WARPIPE_INVALID_STATE,
-        _ => WARPIPE_INTERNAL,
-    }
+    let known = KINDS.iter().find(|known| known.0 == kind);
+    known.map_or(WARPIPE_INTERNAL, |known| known.1)
 }
 
 /// The last error of a thread.
@@ -212,7 +194,7 @@ thread_local! {
 
 /// Runs a function's body: its failure, or its panic, becomes the thread's last error and the
 /// status.
-pub(crate) fn run(body: impl FnOnce() -> Result<(), Failure>) -> warpipe_status {
+pub(crate) fn run(body: impl FnOnce() -> Result<()>) -> warpipe_status {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => WARPIPE_OK,
         Ok(Err(failure)) => {
@@ -289,26 +271,12 @@ fn last_peer() -> Option<(i32, bool)> {
 /// A static string.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_status_name(status: u32) -> *const c_char {
+    let known = KINDS.iter().find(|known| known.1 as u32 == status);
     let name = match status {
         0 => c"ok",
-        1 => c"device_unavailable",
-        2 => c"device_failed",
-        3 => c"system",
-        4 => c"limit_reached",
-        5 => c"not_found",
-        6 => c"name_conflict",
-        7 => c"refused",
-        8 => c"protocol",
-        9 => c"peer_gone",
-        10 => c"link_closed",
-        11 => c"data_lost",
-        12 => c"timeout",
-        13 => c"job_failed",
-        14 => c"invalid_input",
-        15 => c"invalid_state",
         16 => c"invalid_object",
         17 => c"internal",
-        _ => c"unknown",
+        _ => known.map_or(c"unknown", |known| known.2),
     };
     name.as_ptr()
 }

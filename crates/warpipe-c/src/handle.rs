@@ -7,7 +7,8 @@
 
 use std::ops::Deref;
 
-use crate::failure::Failure;
+use crate::warpipe_status::{WARPIPE_INVALID_OBJECT, WARPIPE_LIMIT_REACHED};
+use crate::{Failure, Result};
 
 mod atomic;
 mod table;
@@ -83,15 +84,12 @@ pub(crate) use handles;
 
 /// A pointer for an object to come. Large objects are made behind it, so that they are moved once.
 #[inline]
-pub(crate) fn reserve<P: Handle>() -> Result<Reserved<P>, Failure> {
-    match P::table().reserve() {
-        Some(entry) => Ok(Reserved(entry)),
-        None => Err(Failure::TooMany(P::NAME)),
-    }
+pub(crate) fn reserve<P: Handle>() -> Result<Reserved<P>> {
+    P::table().reserve().map(Reserved).ok_or_else(too_many::<P>)
 }
 
 /// As [`reserve`], unless the caller wants no pointer.
-pub(crate) fn reserve_if<P: Handle>(wanted: bool) -> Result<Option<Reserved<P>>, Failure> {
+pub(crate) fn reserve_if<P: Handle>(wanted: bool) -> Result<Option<Reserved<P>>> {
     wanted.then(reserve).transpose()
 }
 
@@ -109,21 +107,33 @@ impl<P: Handle> Reserved<P> {
 
 /// The object behind a pointer.
 #[inline]
-pub(crate) fn find<P: Handle>(pointer: *const P) -> Result<P::Guard, Failure> {
+pub(crate) fn find<P: Handle>(pointer: *const P) -> Result<P::Guard> {
     let key = key_of(pointer)?;
     P::Guard::find(P::table(), key).map_err(refused::<P>)
 }
 
 #[cold]
+fn too_many<P: Handle>() -> Failure {
+    let said = format!(
+        "this process has {ENTRIES_MAX} open objects of {}; close some",
+        P::NAME
+    );
+    Failure::Own(WARPIPE_LIMIT_REACHED, said)
+}
+
+#[cold]
 fn refused<P: Handle>(refusal: Refusal) -> Failure {
+    let name = P::NAME;
     match refusal {
-        Refusal::Closed => Failure::Closed(P::NAME),
-        Refusal::InUse => Failure::InUse(P::NAME),
+        Refusal::Closed => Failure::closed(name),
+        Refusal::InUse => Failure::state(&format!(
+            "another thread is in a call on this {name}, which one thread at a time may use"
+        )),
     }
 }
 
 /// The object behind a pointer, if that is not null.
-pub(crate) fn find_optional<P: Handle>(pointer: *const P) -> Result<Option<P::Guard>, Failure> {
+pub(crate) fn find_optional<P: Handle>(pointer: *const P) -> Result<Option<P::Guard>> {
     if pointer.is_null() {
         return Ok(None);
     }
@@ -132,31 +142,31 @@ pub(crate) fn find_optional<P: Handle>(pointer: *const P) -> Result<Option<P::Gu
 
 /// Ends a pointer. Its object is dropped here, or by the last call that uses it. Null is nothing to
 /// close, as for `free(3)`.
-pub(crate) fn close<P: Handle>(pointer: *mut P) -> Result<(), Failure> {
+pub(crate) fn close<P: Handle>(pointer: *mut P) -> Result<()> {
     if pointer.is_null() {
         return Ok(());
     }
     let key = key_of(pointer)?;
-    if P::table().close(key) {
-        Ok(())
-    } else {
-        Err(Failure::Closed(P::NAME))
-    }
+    let closed = P::table().close(key).then_some(());
+    closed.ok_or_else(|| Failure::closed(P::NAME))
 }
 
 #[inline]
-fn key_of<P: Handle>(pointer: *const P) -> Result<u64, Failure> {
-    if pointer.is_null() {
-        return Err(Failure::Null(P::NAME));
-    }
+fn key_of<P: Handle>(pointer: *const P) -> Result<u64> {
     let key = pointer.addr();
-    let found = key >> TYPE_SHIFT;
-    if found == P::TYPE {
-        Ok((key & !(usize::MAX << TYPE_SHIFT)) as u64)
-    } else {
-        Err(Failure::WrongType {
-            wanted: P::NAME,
-            found: crate::name_of(found),
-        })
+    if key >> TYPE_SHIFT == P::TYPE {
+        return Ok((key & !(usize::MAX << TYPE_SHIFT)) as u64);
     }
+    Err(no_key::<P>(key))
+}
+
+#[cold]
+fn no_key<P: Handle>(key: usize) -> Failure {
+    let wanted = P::NAME;
+    let said = match crate::name_of(key >> TYPE_SHIFT) {
+        _ if key == 0 => format!("null was passed for a {wanted}"),
+        Some(found) => format!("a {found} was passed for a {wanted}"),
+        None => format!("this pointer is no {wanted}; pass one that this library gave"),
+    };
+    Failure::Own(WARPIPE_INVALID_OBJECT, said)
 }

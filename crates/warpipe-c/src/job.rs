@@ -5,10 +5,8 @@ use std::ffi::c_void;
 use warpipe::{JobHandle, Stream};
 
 use crate::arguments::timeout;
-use crate::call::{make_on, read, read_optional};
-use crate::failure::{run, warpipe_status};
-use crate::handle;
-use crate::sample::warpipe_sample;
+use crate::call::{get, make_on, read, read_optional};
+use crate::{handle, run, warpipe_sample, warpipe_status};
 
 /// A job that was submitted. Any number of threads may use it; one of them gets the result.
 pub struct warpipe_job(());
@@ -30,7 +28,7 @@ pub unsafe extern "C" fn warpipe_job_get_id(
     id: *mut u64,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(job, "id", id, |job| Ok(job.id())) }
+    unsafe { get(job, "id", id, |job| job.id()) }
 }
 
 /// Waits for the job's result, up to `timeout_ns` nanoseconds; 0 takes it if it is there. It is
@@ -52,10 +50,7 @@ pub unsafe extern "C" fn warpipe_job_wait(
     timeout_ns: u64,
     sample: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    let wait = |job: &JobHandle, stream: &Stream| {
-        let result = job.wait(stream, timeout(timeout_ns))?;
-        Ok(result.into())
-    };
+    let wait = |job: &JobHandle, stream: &Stream| Ok(job.wait(stream, timeout(timeout_ns))?.into());
     // SAFETY: the caller's promises.
     unsafe { make_on(job, stream, "sample", sample, wait) }
 }
@@ -72,7 +67,7 @@ pub unsafe extern "C" fn warpipe_job_is_done(
     is_done: *mut bool,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(job, "is_done", is_done, |job| Ok(job.is_done()?)) }
+    unsafe { read(job, "is_done", is_done, |job| job.is_done()) }
 }
 
 /// Cancels the job: it is delivered no more, and the answer of a worker that has it is discarded.

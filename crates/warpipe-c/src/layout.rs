@@ -3,7 +3,7 @@
 use warpipe::{DType, Layout, RANK_MAX};
 
 use crate::arguments::out;
-use crate::failure::{Failure, run, warpipe_status};
+use crate::{Failure, Result, run, warpipe_status};
 
 /// The most dimensions that a tensor may have.
 pub const WARPIPE_RANK_MAX: usize = 8;
@@ -85,7 +85,7 @@ pub struct warpipe_layout {
     pub bytes: u64,
 }
 
-pub(crate) fn dtype_of(dtype: u32) -> Result<DType, Failure> {
+pub(crate) fn dtype_of(dtype: u32) -> Result<DType> {
     let known = u16::try_from(dtype)
         .ok()
         .and_then(|number| DType::from_dlpack((number >> 8) as u8, number as u8));
@@ -108,7 +108,7 @@ impl warpipe_layout {
         }
     }
 
-    pub(crate) fn check(&self) -> Result<Layout, Failure> {
+    pub(crate) fn check(&self) -> Result<Layout> {
         let rank = self.rank as usize;
         if rank > WARPIPE_RANK_MAX {
             let allowed = format!("0 to {WARPIPE_RANK_MAX}");
@@ -128,9 +128,9 @@ impl warpipe_layout {
 ///
 /// # Safety
 /// `layout` is null or the address of one.
-pub(crate) unsafe fn layout_of(layout: *const warpipe_layout) -> Result<Layout, Failure> {
+pub(crate) unsafe fn layout_of(layout: *const warpipe_layout) -> Result<Layout> {
     if layout.is_null() {
-        return Err(Failure::NullArgument("layout"));
+        return Err(Failure::null("layout"));
     }
     // SAFETY: not null; every field is a number, so that any bytes are valid.
     unsafe { layout.read_unaligned() }.check()

@@ -7,12 +7,11 @@ use warpipe::{AnswerError, AnswerHandle, Error, Layout, Lease, Loan, Stream, Una
 
 use crate::arguments::{slice_mut, text, timeout, timeout_unless_usual};
 use crate::call::{call, call_on, make_of, read};
-use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Locked};
-use crate::layout::warpipe_layout;
-use crate::loan::{LoanKind, Unpassed, lend, pass, warpipe_loan};
-use crate::sample::{Received, warpipe_sample, warpipe_sample_info};
-use crate::streams::OnDevice;
+use crate::{
+    Failure, LoanKind, OnDevice, Received, Result, Unpassed, lend, pass, run, warpipe_layout,
+    warpipe_loan, warpipe_sample, warpipe_sample_info, warpipe_status,
+};
 
 /// A job of a queue or a request of a client: its input, and the answer that this process owes.
 pub struct warpipe_lease(());
@@ -46,10 +45,10 @@ pub(crate) struct LeasedInput {
 
 impl LeasedInput {
     fn was_split() -> Failure {
-        Failure::State("the input was split off this lease; use that sample".into())
+        Failure::state("the input was split off this lease; use that sample")
     }
 
-    fn job(&self) -> Result<&Received, Failure> {
+    fn job(&self) -> Result<&Received> {
         self.input.as_ref().ok_or_else(LeasedInput::was_split)
     }
 
@@ -91,7 +90,7 @@ fn refuse(
     lease: *mut warpipe_lease,
     timeout_ns: u64,
     send: impl FnOnce(AnswerHandle, Duration) -> Result<(), AnswerError>,
-) -> Result<(), Failure> {
+) -> Result<()> {
     let owed = &mut handle::find(lease)?;
     answer(owed, timeout_ns, send).map_err(|unpassed| unpassed.failure)
 }
@@ -155,7 +154,11 @@ pub unsafe extern "C" fn warpipe_lease_get_info(
     info: *mut warpipe_sample_info,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(lease, "info", info, |owed| Ok(owed.input.job()?.info())) }
+    unsafe {
+        read(lease, "info", info, |owed| {
+            owed.input.job().map(Received::info)
+        })
+    }
 }
 
 /// Makes another stream wait, on the device, until the input is complete: as

@@ -7,9 +7,10 @@ use warpipe::LegacyHandle;
 
 use crate::arguments::{put_text, text, timeout};
 use crate::call::{call, make};
-use crate::device::{streams_of, warpipe_device};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::memory::{MemoryKind, MemoryObject, consume, warpipe_memory};
+use crate::{
+    Failure, MemoryKind, MemoryObject, consume, run, streams_of, warpipe_device, warpipe_memory,
+    warpipe_status,
+};
 
 /// A handle for `bytes` bytes at the device address `data`, which may lie anywhere in an allocation
 /// of `cudaMalloc` (`cuMemAlloc`): `cuIpcGetMemHandle`, with the facts that the driver's 64 bytes
@@ -99,7 +100,7 @@ pub extern "C" fn warpipe_legacy_close(
             other => {
                 *held = other;
                 let said = "this memory was not opened by a legacy handle; close it with warpipe_memory_close";
-                Err(Failure::State(said.into()))
+                Err(Failure::state(said))
             }
         })
     })

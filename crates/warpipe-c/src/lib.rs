@@ -42,33 +42,12 @@ mod version;
 mod watch;
 mod worker;
 
-pub use allocations::*;
-pub use arguments::WARPIPE_USUAL_TIMEOUT;
-pub use channel::*;
-pub use device::*;
-pub use dlpack::*;
-pub use domain::*;
-pub use event::*;
-pub use failure::*;
-pub use job::*;
-pub use layout::*;
-pub use lease::*;
-pub use legacy::*;
-pub use loan::*;
-pub use members::*;
-pub use memory::*;
-pub use open::*;
-pub use parts::*;
-pub use pool::*;
-pub use queue::*;
-pub use sample::*;
-pub use semaphore::*;
-pub use service::*;
-pub use ticket::*;
-pub use timeline::*;
-pub use version::*;
-pub use watch::*;
-pub use worker::*;
+pub use self::{
+    allocations::*, arguments::WARPIPE_USUAL_TIMEOUT, channel::*, device::*, dlpack::*, domain::*,
+    event::*, failure::*, job::*, layout::*, lease::*, legacy::*, loan::*, members::*, memory::*,
+    open::*, parts::*, pool::*, queue::*, sample::*, semaphore::*, service::*, ticket::*,
+    timeline::*, version::*, watch::*, worker::*,
+};
 
 use streams::OnDevice;
 

@@ -7,11 +7,9 @@ use std::time::Duration;
 use warpipe::{Layout, Loan, SampleMut, Stream};
 
 use crate::arguments::{put_unless_null, slice, timeout_unless_usual};
-use crate::call::{call, make_beside, read};
-use crate::failure::{Failure, run, warpipe_status};
+use crate::call::{call, get, make_beside};
 use crate::handle::{self, Handle};
-use crate::layout::{layout_of, warpipe_layout};
-use crate::streams::OnDevice;
+use crate::{Failure, OnDevice, Result, layout_of, run, warpipe_layout, warpipe_status};
 
 /// Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
 /// device, then to send, to submit, or to answer with. Its contents are undefined at first.
@@ -52,14 +50,14 @@ impl Deref for LoanKind {
 
 impl LoanKind {
     /// The loan, if it is a publisher's.
-    pub(crate) fn of_publisher(&mut self) -> Result<&mut SampleMut, Failure> {
+    pub(crate) fn of_publisher(&mut self) -> Result<&mut SampleMut> {
         match self {
             LoanKind::Sample(sample) => Ok(sample),
-            LoanKind::Job(_) => Err(Failure::State("this loan is not a publisher's".into())),
+            LoanKind::Job(_) => Err(Failure::state("this loan is not a publisher's")),
         }
     }
 
-    pub(crate) fn write(&mut self, stream: &Stream, data: &[u8]) -> Result<(), Failure> {
+    pub(crate) fn write(&mut self, stream: &Stream, data: &[u8]) -> Result<()> {
         match self {
             LoanKind::Sample(sample) => Ok(sample.write(stream, data)?),
             LoanKind::Job(loan) => Ok(loan.write(stream, data)?),
@@ -108,7 +106,7 @@ pub(crate) struct Unpassed {
 pub(crate) fn pass<R, E: Into<Unpassed>>(
     loan: *mut warpipe_loan,
     work: impl FnOnce(Loan) -> Result<R, E>,
-) -> Result<R, Failure> {
+) -> Result<R> {
     let mut lent = handle::find(loan)?;
     let OnDevice { object, streams } = lent.take();
     let (failure, loan) = match object {
@@ -117,7 +115,7 @@ pub(crate) fn pass<R, E: Into<Unpassed>>(
             Err(Unpassed { failure, loan }) => (failure, loan.map(|loan| LoanKind::Job(*loan))),
         },
         loan @ LoanKind::Sample(_) => {
-            let failure = Failure::State("this loan is a publisher's; send it".into());
+            let failure = Failure::state("this loan is a publisher's; send it");
             (failure, Some(loan))
         }
     };
@@ -142,7 +140,7 @@ pub unsafe extern "C" fn warpipe_loan_get_info(
         layout: warpipe_layout::of(loan.layout()),
     };
     // SAFETY: the caller's promise.
-    unsafe { read(loan, "info", info, |loan| Ok(info_of(loan))) }
+    unsafe { get(loan, "info", info, |loan| info_of(loan)) }
 }
 
 /// Sets bytes that travel with the tensor: up to 4,096 of a publisher's loan,
@@ -224,7 +222,7 @@ unsafe fn send(
     stream: *mut c_void,
     timeout: Option<Duration>,
     sequence: *mut u64,
-) -> Result<(), Failure> {
+) -> Result<()> {
     let send = |sample: SampleMut, stream: &Stream| match timeout {
         Some(timeout) => sample.send_within(stream, timeout),
         None => sample.send(stream),
@@ -245,8 +243,8 @@ unsafe fn send(
             }
         },
         (Ok(_), loan @ LoanKind::Job(_)) => {
-            let said = "this loan is not a publisher's; submit it, or answer with it".into();
-            (Failure::State(said), Some(loan))
+            let said = "this loan is not a publisher's; submit it, or answer with it";
+            (Failure::state(said), Some(loan))
         }
         (Err(failure), loan) => (failure, Some(loan)),
     };

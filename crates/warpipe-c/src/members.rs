@@ -8,11 +8,8 @@ use warpipe::{Change, Error, Member, MemberInfo, MemberOptions, Members, Members
 use crate::arguments::{
     Options, admitted, fixed, flag, options, put_list, text, text_or_null, timeout,
 };
-use crate::call::{call, make, read};
-use crate::channel::state_of;
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle;
+use crate::call::{call, get, make, read};
+use crate::{Failure, domain_of, handle, run, state_of, warpipe_domain, warpipe_status};
 
 /// This process as a member of a domain. Any number of threads may use it.
 pub struct warpipe_member(());
@@ -197,11 +194,7 @@ pub unsafe extern "C" fn warpipe_member_get_generation(
     generation: *mut u8,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(member, "generation", generation.cast(), |it| {
-            Ok(it.generation)
-        })
-    }
+    unsafe { get(member, "generation", generation.cast(), |it| it.generation) }
 }
 
 /// Leaves the domain. Null is ignored.
@@ -295,7 +288,7 @@ pub unsafe extern "C" fn warpipe_members_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(members, "fd", fd, |members| Ok(members.as_fd().as_raw_fd())) }
+    unsafe { get(members, "fd", fd, |members| members.as_fd().as_raw_fd()) }
 }
 
 /// Ends the watch. Null is ignored.

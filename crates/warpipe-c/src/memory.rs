@@ -12,12 +12,11 @@ use warpipe::{
     MemoryInfo, SharedMemory,
 };
 
-use crate::arguments::{fixed, out, put_text, slice, slice_mut, timeout};
-use crate::call::{call, make, read};
-use crate::device::{streams_of, warpipe_device};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle;
+use crate::arguments::{choice, fixed, out, put_text, slice, slice_mut, timeout};
+use crate::call::{call, make, make_of, read};
+use crate::handle::Handle;
 use crate::streams::Streams;
+use crate::{Failure, OnDevice, Result, handle, run, streams_of, warpipe_device, warpipe_status};
 
 /// A range of device memory: allocated by this process, opened by a ticket, a descriptor or a
 /// legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it.
@@ -147,19 +146,19 @@ impl MemoryObject {
     /// Runs `work` on memory that stays the caller's.
     pub(crate) fn with<R>(
         &self,
-        work: impl FnOnce(&MemoryKind, &Streams) -> Result<R, Failure>,
-    ) -> Result<R, Failure> {
+        work: impl FnOnce(&MemoryKind, &Streams) -> Result<R>,
+    ) -> Result<R> {
         let said = "another thread frees this warpipe_memory";
         let held = locked(self.0.held.try_read(), said)?;
-        let memory = held.as_ref().ok_or(Failure::Closed(NAME))?;
+        let memory = held.as_ref().ok_or_else(|| Failure::closed(NAME))?;
         work(memory, &self.0.streams)
     }
 
     /// Runs `work` on memory, with an owner for the tensor that it makes.
     pub(crate) fn with_owner<R>(
         &self,
-        work: impl FnOnce(warpipe_memory_info, &Streams, TensorOwner) -> Result<R, Failure>,
-    ) -> Result<R, Failure> {
+        work: impl FnOnce(warpipe_memory_info, &Streams, TensorOwner) -> Result<R>,
+    ) -> Result<R> {
         self.with(|found, streams| {
             // Under the lock for reading, so that a call which frees the memory sees it.
             self.0.tensors.fetch_add(1, Ordering::Relaxed);
@@ -168,28 +167,28 @@ impl MemoryObject {
     }
 }
 
-fn locked<G>(tried: TryLockResult<G>, said: &str) -> Result<G, Failure> {
+fn locked<G>(tried: TryLockResult<G>, said: &str) -> Result<G> {
     match tried {
         Ok(held) => Ok(held),
         Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => Err(Failure::State(said.into())),
+        Err(TryLockError::WouldBlock) => Err(Failure::state(said)),
     }
 }
 
 /// Passes memory to `consume`, which takes it when it uses it up: then the pointer is closed.
 pub(crate) fn consume<R>(
     memory: *mut warpipe_memory,
-    consume: impl FnOnce(&mut Option<MemoryKind>, &Streams) -> Result<R, Failure>,
-) -> Result<R, Failure> {
+    consume: impl FnOnce(&mut Option<MemoryKind>, &Streams) -> Result<R>,
+) -> Result<R> {
     let object = handle::find(memory)?;
     let said = "another thread is in a call on this warpipe_memory; free it after that";
     let mut held = locked(object.0.held.try_write(), said)?;
     if held.is_none() {
-        return Err(Failure::Closed(NAME));
+        return Err(Failure::closed(NAME));
     }
     if object.0.tensors.load(Ordering::Acquire) > 0 {
         let said = "a tensor of another framework uses this warpipe_memory; delete that first";
-        return Err(Failure::State(said.into()));
+        return Err(Failure::state(said));
     }
     let result = consume(&mut held, &object.0.streams);
     let is_used_up = held.is_none();
@@ -201,13 +200,28 @@ pub(crate) fn consume<R>(
     result
 }
 
+/// Writes the pointer of memory that `work` makes of an object, on that object's device.
+///
+/// # Safety
+/// As for [`make_of`].
+pub(crate) unsafe fn make_memory_of<S: Handle<Object = OnDevice<T>>, T>(
+    source: *const S,
+    memory: *mut *mut warpipe_memory,
+    work: impl FnOnce(&T) -> warpipe::Result<MemoryKind>,
+) -> warpipe_status {
+    let work = |found: &mut S::Guard| Ok(MemoryObject::of(work(&found.object)?, &found.streams));
+    // SAFETY: the caller's promise.
+    unsafe { make_of(source, "memory", memory, work) }
+}
+
 /// The access that an argument or option names.
-pub(crate) fn access_of(name: &'static str, access: u32) -> Result<Access, Failure> {
-    match access {
-        0 => Ok(Access::Read),
-        1 => Ok(Access::ReadWrite),
-        other => Err(Failure::argument(name, other, "a warpipe_access")),
-    }
+pub(crate) fn access_of(name: &str, access: u32) -> Result<Access> {
+    choice(
+        name,
+        access,
+        "a warpipe_access",
+        &[Access::Read, Access::ReadWrite],
+    )
 }
 
 /// Allocates `bytes` bytes that can be given to other processes, zeroed: in all a multiple of the
@@ -354,11 +368,11 @@ pub unsafe extern "C" fn warpipe_memory_export_fd(
 }
 
 /// The memory, if this process allocated it and may give it away.
-pub(crate) fn owned(memory: &MemoryKind) -> Result<&Memory, Failure> {
+pub(crate) fn owned(memory: &MemoryKind) -> Result<&Memory> {
     match memory {
         MemoryKind::Owned(memory) => Ok(memory),
-        _ => Err(Failure::State(
-            "this memory is not of warpipe_memory_allocate; its owner can give it away".into(),
+        _ => Err(Failure::state(
+            "this memory is not of warpipe_memory_allocate; its owner can give it away",
         )),
     }
 }
@@ -437,7 +451,7 @@ pub unsafe extern "C" fn warpipe_memory_lend(
         let access = access_of("access", access)?;
         let MemoryKind::Block(block) = memory else {
             let said = "this memory is no block of a pool of this process; publish it instead (warpipe_memory_publish)";
-            return Err(Failure::State(said.into()));
+            return Err(Failure::state(said));
         };
         // SAFETY: the caller's promises.
         unsafe { put_text(block.lend(access)?, buffer, capacity, length) }
@@ -469,7 +483,7 @@ pub unsafe extern "C" fn warpipe_memory_free_on(
                 other => {
                     *held = other;
                     let said = "only a block of a pool is freed on a stream; close this memory (warpipe_memory_close)";
-                    Err(Failure::State(said.into()))
+                    Err(Failure::state(said))
                 }
             }
         })
@@ -489,6 +503,7 @@ mod tests {
     use warpipe::Device;
 
     use super::*;
+    use crate::warpipe_status::{WARPIPE_INVALID_OBJECT, WARPIPE_INVALID_STATE};
 
     #[test]
     fn memory_that_a_call_uses_is_not_consumed_meanwhile() {
@@ -496,16 +511,24 @@ mod tests {
         let memory = Memory::allocate(streams.device(), 64).expect("the host has memory");
         let memory = MemoryObject::of(MemoryKind::Owned(memory), &streams);
         let memory: *mut warpipe_memory = handle::reserve().expect("a free entry").fill(memory);
-        let with_it = |work: &dyn Fn() -> Result<bool, Failure>| {
-            handle::find(memory)?.with(|_, _| Ok(work()))
-        };
+        let with_it =
+            |work: &dyn Fn() -> Result<bool>| handle::find(memory)?.with(|_, _| Ok(work()));
         let take = || consume(memory, |held, _| Ok(held.take().is_some()));
         let refused = with_it(&take).expect("it is open");
-        assert!(matches!(refused, Err(Failure::State(_))), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Failure::Own(WARPIPE_INVALID_STATE, _))),
+            "{refused:?}"
+        );
         let used_in_use = consume(memory, |_, _| Ok(with_it(&|| Ok(true))));
         let refused = used_in_use.expect("no call uses it");
-        assert!(matches!(refused, Err(Failure::State(_))), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Failure::Own(WARPIPE_INVALID_STATE, _))),
+            "{refused:?}"
+        );
         assert!(take().expect("no call uses it"));
-        assert!(matches!(take(), Err(Failure::Closed(_))));
+        assert!(matches!(
+            take(),
+            Err(Failure::Own(WARPIPE_INVALID_OBJECT, _))
+        ));
     }
 }

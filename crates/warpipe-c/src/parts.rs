@@ -6,15 +6,11 @@ use warpipe::{Layout, Part, Publisher, Sample};
 
 use crate::arguments::{fixed, put_list, slice, slice_mut, text, timeout};
 use crate::call::{call, make_beside, read};
-use crate::channel::{Owner, warpipe_publisher};
-use crate::device::{HostCall, warpipe_host_function};
-use crate::failure::{Failure, warpipe_status};
-use crate::handle;
-use crate::layout::{layout_of, warpipe_layout};
-use crate::loan::{LoanKind, warpipe_loan};
-use crate::sample::warpipe_sample;
-use crate::streams::OnDevice;
-use crate::ticket::warpipe_published;
+use crate::{
+    Failure, HostCall, LoanKind, OnDevice, Owner, Result, handle, layout_of, warpipe_host_function,
+    warpipe_layout, warpipe_loan, warpipe_published, warpipe_publisher, warpipe_sample,
+    warpipe_status,
+};
 
 /// The longest name of a part, in bytes.
 pub const WARPIPE_PART_NAME_BYTES_MAX: usize = 128;
@@ -47,7 +43,7 @@ impl warpipe_part {
         }
     }
 
-    fn name(&self) -> Result<&str, Failure> {
+    fn name(&self) -> Result<&str> {
         // The same bytes, whatever the sign of C's characters.
         let bytes = self.name.map(|byte| byte as u8);
         let length = CStr::from_bytes_until_nul(&bytes).map(|name| name.count_bytes());
@@ -81,7 +77,7 @@ pub unsafe extern "C" fn warpipe_publisher_loan_parts(
         let named = parts
             .iter()
             .map(|part| Ok((part.name()?, part.layout.check()?)));
-        let named: Vec<(&str, Layout)> = named.collect::<Result<_, Failure>>()?;
+        let named: Vec<(&str, Layout)> = named.collect::<Result<_>>()?;
         let publisher: &Publisher = &found.object;
         Ok(LoanKind::Sample(publisher.loan_parts(&named)?))
     };
@@ -177,7 +173,7 @@ pub unsafe extern "C" fn warpipe_loan_get_part(
     name: *const c_char,
     part: *mut warpipe_part,
 ) -> warpipe_status {
-    let find = |lent: &LoanKind| {
+    let find = |lent: &LoanKind| -> Result<warpipe_part> {
         // SAFETY: the caller's promise.
         Ok(warpipe_part::of(lent.part(unsafe { text("name", name) }?)?))
     };
@@ -197,11 +193,10 @@ pub unsafe extern "C" fn warpipe_sample_get_part(
     name: *const c_char,
     part: *mut warpipe_part,
 ) -> warpipe_status {
-    let find = |sample: &Sample| {
+    let find = |sample: &Sample| -> Result<warpipe_part> {
         // SAFETY: the caller's promise.
-        Ok(warpipe_part::of(
-            sample.part(unsafe { text("name", name) }?)?,
-        ))
+        let name = unsafe { text("name", name) }?;
+        Ok(warpipe_part::of(sample.part(name)?))
     };
     // SAFETY: the caller's promise.
     unsafe { read(sample, "part", part, |found| find(&found.sample)) }
@@ -222,16 +217,11 @@ pub unsafe extern "C" fn warpipe_sample_copy_part_to(
     timeout_ns: u64,
 ) -> warpipe_status {
     call(sample, |found| {
-        // SAFETY: the caller's promises; bytes of any value are valid.
-        let (name, buffer) = unsafe {
-            (
-                text("name", name)?,
-                slice_mut("buffer", buffer.cast(), bytes)?,
-            )
-        };
-        Ok(found
-            .sample
-            .copy_part_to(name, buffer, timeout(timeout_ns))?)
+        // SAFETY: the caller's promise.
+        let (name, timeout) = (unsafe { text("name", name) }?, timeout(timeout_ns));
+        // SAFETY: the caller's promise; bytes of any value are valid.
+        let buffer = unsafe { slice_mut("buffer", buffer.cast(), bytes) }?;
+        Ok(found.sample.copy_part_to(name, buffer, timeout)?)
     })
 }
 
@@ -249,13 +239,8 @@ pub unsafe extern "C" fn warpipe_sample_list_parts(
 ) -> warpipe_status {
     let all = ("parts", parts, capacity);
     call(sample, |found| {
+        let found = found.sample.parts().iter().map(warpipe_part::of);
         // SAFETY: the caller's promises.
-        unsafe {
-            put_list(
-                all,
-                count,
-                found.sample.parts().iter().map(warpipe_part::of),
-            )
-        }
+        unsafe { put_list(all, count, found) }
     })
 }

@@ -2,17 +2,14 @@
 
 use std::ffi::c_char;
 
-use warpipe::{Buffer, Device, Pool, PoolClient, PoolOptions, Quota};
+use warpipe::{Device, Pool, PoolClient, PoolOptions, Quota};
 
 use crate::arguments::{admitted, number, slice, text, timeout};
-use crate::call::{make_of, read};
-use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{run, warpipe_status};
-use crate::handle::{self, Found};
-use crate::memory::{MemoryKind, MemoryObject, warpipe_memory};
-use crate::open::{open_options, warpipe_open_options};
-use crate::streams::OnDevice;
+use crate::call::get;
+use crate::{
+    MemoryKind, device_options, domain_of, handle, make_memory_of, make_with, open_named, run,
+    warpipe_device, warpipe_domain, warpipe_memory, warpipe_open_options, warpipe_status,
+};
 
 /// Device memory that is handed out in blocks, to this process and to others. Any number of threads
 /// may use it.
@@ -195,16 +192,10 @@ pub unsafe extern "C" fn warpipe_pool_allocate(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    let allocate = |pool: &mut Found<OnDevice<Pool>>| {
-        let block = pool.allocate(bytes, timeout(timeout_ns))?;
-        Ok(block_of(pool, block))
-    };
+    let timeout = timeout(timeout_ns);
+    let allocate = |pool: &Pool| pool.allocate(bytes, timeout).map(MemoryKind::Block);
     // SAFETY: the caller's promise.
-    unsafe { make_of(pool, "memory", memory, allocate) }
-}
-
-fn block_of(pool: &OnDevice<Pool>, block: Buffer) -> MemoryObject {
-    MemoryObject::of(MemoryKind::Block(block), &pool.streams)
+    unsafe { make_memory_of(pool, memory, allocate) }
 }
 
 /// As `warpipe_pool_allocate`, in a region of the user `uid`: its processes, and no others, can
@@ -223,12 +214,13 @@ pub unsafe extern "C" fn warpipe_pool_allocate_for(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    let allocate = |pool: &mut Found<OnDevice<Pool>>| {
-        let block = pool.allocate_for(uid, bytes, timeout(timeout_ns))?;
-        Ok(block_of(pool, block))
+    let timeout = timeout(timeout_ns);
+    let allocate = |pool: &Pool| {
+        pool.allocate_for(uid, bytes, timeout)
+            .map(MemoryKind::Block)
     };
     // SAFETY: the caller's promise.
-    unsafe { make_of(pool, "memory", memory, allocate) }
+    unsafe { make_memory_of(pool, memory, allocate) }
 }
 
 /// Reads which part of a pool the user `uid` has.
@@ -253,7 +245,7 @@ pub unsafe extern "C" fn warpipe_pool_get_usage(
         }
     };
     // SAFETY: the caller's promise.
-    unsafe { read(pool, "usage", usage, |pool| Ok(usage_of(pool))) }
+    unsafe { get(pool, "usage", usage, |pool| usage_of(pool)) }
 }
 
 /// Reads a pool's present state.
@@ -281,7 +273,7 @@ pub unsafe extern "C" fn warpipe_pool_get_stats(
         }
     };
     // SAFETY: the caller's promise.
-    unsafe { read(pool, "stats", stats, |pool| Ok(stats_of(pool))) }
+    unsafe { get(pool, "stats", stats, |pool| stats_of(pool)) }
 }
 
 /// Closes a pool: its name is released, and clients get no more memory. Blocks in use stay valid
@@ -308,18 +300,8 @@ pub unsafe extern "C" fn warpipe_pool_client_open(
     options: *const warpipe_open_options,
     client: *mut *mut warpipe_pool_client,
 ) -> warpipe_status {
-    let open = |options: &warpipe_open_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        let name = unsafe { text("name", name) }?;
-        let wait = timeout(options.wait_ns);
-        Ok(PoolClient::open(
-            name,
-            open_options(options, device)?,
-            wait,
-        )?)
-    };
     // SAFETY: the caller's promises.
-    unsafe { make_with("client", client, options, open) }
+    unsafe { open_named("client", client, name, options, PoolClient::open) }
 }
 
 /// Allocates a block of `bytes` bytes of the owner's memory, for reading and writing, and waits up
@@ -344,12 +326,10 @@ pub unsafe extern "C" fn warpipe_pool_client_allocate(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    let allocate = |client: &mut Found<OnDevice<PoolClient>>| {
-        let block = client.allocate(bytes, timeout(timeout_ns))?;
-        Ok(MemoryObject::of(MemoryKind::Lent(block), &client.streams))
-    };
+    let timeout = timeout(timeout_ns);
+    let allocate = |client: &PoolClient| client.allocate(bytes, timeout).map(MemoryKind::Lent);
     // SAFETY: the caller's promise.
-    unsafe { make_of(client, "memory", memory, allocate) }
+    unsafe { make_memory_of(client, memory, allocate) }
 }
 
 /// Whether the owner has closed the pool or has died: its blocks stay valid then.
@@ -362,7 +342,7 @@ pub unsafe extern "C" fn warpipe_pool_client_is_owner_gone(
     is_gone: *mut bool,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(client, "is_gone", is_gone, |it| Ok(it.is_owner_gone())) }
+    unsafe { get(client, "is_gone", is_gone, |it| it.is_owner_gone()) }
 }
 
 /// Closes a client of a pool. Its blocks stay valid until they are closed. Null is ignored.

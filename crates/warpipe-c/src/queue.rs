@@ -7,18 +7,15 @@ use warpipe::{
 };
 
 use crate::arguments::{
-    number, out, put_unless_null, slice, slice_mut, text, time, time_option, timeout,
+    choice, number, out, put_unless_null, slice, slice_mut, text, time, time_option, timeout,
     timeout_unless_usual,
 };
 use crate::call::{call, make_on, make_optional};
-use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle;
-use crate::job::warpipe_job;
-use crate::layout::{layout_of, warpipe_layout};
-use crate::loan::{LoanKind, Unpassed, lend, pass, warpipe_loan};
-use crate::sample::warpipe_sample;
+use crate::{
+    LoanKind, Result, Unpassed, device_options, domain_of, handle, layout_of, lend, make_with,
+    pass, run, warpipe_device, warpipe_domain, warpipe_job, warpipe_layout, warpipe_loan,
+    warpipe_sample, warpipe_status,
+};
 
 /// Hands jobs to worker processes, each to one, and gets each one's result once. A job that a
 /// worker's death or failure leaves goes to another worker. Any number of threads may use it.
@@ -94,7 +91,7 @@ impl warpipe_queue_state {
         state: *mut warpipe_queue_state,
         workers: *mut i32,
         capacity: usize,
-    ) -> Result<(), Failure> {
+    ) -> Result<()> {
         // SAFETY: the caller's promises.
         let (state, places) = unsafe {
             let places = slice_mut("workers", workers, capacity)?;
@@ -113,15 +110,9 @@ impl warpipe_queue_state {
     }
 }
 
-fn order_of(order: u32) -> Result<ResultOrder, Failure> {
-    match order {
-        0 => Ok(ResultOrder::Submission),
-        1 => Ok(ResultOrder::Completion),
-        other => {
-            let allowed = "a warpipe_result_order";
-            Err(Failure::argument("options->order", other, allowed))
-        }
-    }
+fn order_of(order: u32) -> Result<ResultOrder> {
+    let orders = [ResultOrder::Submission, ResultOrder::Completion];
+    choice("options->order", order, "a warpipe_result_order", &orders)
 }
 
 /// Makes a queue of `name` (as a publisher's), and begins to accept workers.

@@ -6,9 +6,7 @@ use warpipe::{AnswerHandle, JobResult, Lease, Sample, Stream};
 
 use crate::arguments::{out, slice_mut, timeout};
 use crate::call::{call, call_on, make_optional, read};
-use crate::failure::{run, warpipe_status};
-use crate::handle;
-use crate::layout::warpipe_layout;
+use crate::{handle, run, warpipe_layout, warpipe_status};
 
 /// A tensor in another process's memory, received from a channel, as the result of a job or a
 /// request, or as the input of one. Memory that this process may only read.
@@ -206,9 +204,12 @@ pub unsafe extern "C" fn warpipe_sample_is_complete(
     sample: *const warpipe_sample,
     is_complete: *mut bool,
 ) -> warpipe_status {
-    let look = |received: &Received| Ok(received.sample.is_complete()?);
     // SAFETY: the caller's promise.
-    unsafe { read(sample, "is_complete", is_complete, |found| look(found)) }
+    unsafe {
+        read(sample, "is_complete", is_complete, |found| {
+            found.sample.is_complete()
+        })
+    }
 }
 
 /// Waits for the data and copies the whole slot, `layout.bytes` bytes, to memory of the host.

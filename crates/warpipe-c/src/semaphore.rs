@@ -5,13 +5,11 @@ use std::ffi::{c_char, c_void};
 use warpipe::{CreateOptions, Device, Semaphore, Stream};
 
 use crate::arguments::{admitted, number, text, timeout};
-use crate::call::{make_beside, make_on, read};
-use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{run, warpipe_status};
-use crate::handle;
-use crate::open::{open_options, warpipe_open_options};
-use crate::streams::OnDevice;
+use crate::call::{get, make_beside, make_on};
+use crate::{
+    OnDevice, device_options, domain_of, handle, make_with, open_named, run, warpipe_device,
+    warpipe_domain, warpipe_open_options, warpipe_status,
+};
 
 /// A limited number of permits, held in any number of processes of one machine. Permits go to the
 /// thread that has waited longest. Any number of threads may use it.
@@ -110,14 +108,8 @@ pub unsafe extern "C" fn warpipe_semaphore_open(
     options: *const warpipe_open_options,
     semaphore: *mut *mut warpipe_semaphore,
 ) -> warpipe_status {
-    let open = |options: &warpipe_open_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        let name = unsafe { text("name", name) }?;
-        let wait = timeout(options.wait_ns);
-        Ok(Semaphore::open(name, open_options(options, device)?, wait)?)
-    };
     // SAFETY: the caller's promises.
-    unsafe { make_with("semaphore", semaphore, options, open) }
+    unsafe { open_named("semaphore", semaphore, name, options, Semaphore::open) }
 }
 
 /// Waits up to `timeout_ns` nanoseconds for a permit, and makes the stream wait, on the device, for
@@ -184,7 +176,7 @@ pub unsafe extern "C" fn warpipe_semaphore_get_info(
         }
     };
     // SAFETY: the caller's promise.
-    unsafe { read(semaphore, "info", info, |semaphore| Ok(info_of(semaphore))) }
+    unsafe { get(semaphore, "info", info, |semaphore| info_of(semaphore)) }
 }
 
 /// Closes a semaphore. That of its maker ends when its permits are closed, too, and their streams

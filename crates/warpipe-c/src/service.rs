@@ -7,16 +7,12 @@ use std::time::Duration;
 use warpipe::{Client, ClientOptions, Device, Pending, Server, ServerOptions, Stream};
 
 use crate::arguments::{number, text, time, time_option, timeout};
-use crate::call::{call, make_alone_on, make_on, read};
-use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle;
-use crate::layout::warpipe_layout;
-use crate::lease::{Answering, Owed, warpipe_lease};
-use crate::loan::{LoanKind, lend, pass, warpipe_loan};
-use crate::queue::warpipe_queue_state;
-use crate::sample::warpipe_sample;
+use crate::call::{call, get, make_alone_on, make_on, read};
+use crate::{
+    Answering, LoanKind, Owed, Result, device_options, domain_of, handle, lend, make_with, pass,
+    run, warpipe_device, warpipe_domain, warpipe_layout, warpipe_lease, warpipe_loan,
+    warpipe_queue_state, warpipe_sample, warpipe_status,
+};
 
 /// Sends requests to the servers of a service. Any number of threads may use it.
 pub struct warpipe_client(());
@@ -207,7 +203,7 @@ fn request(
     loan: *mut warpipe_loan,
     stream: &Stream,
     deadline_ns: u64,
-) -> Result<Pending, Failure> {
+) -> Result<Pending> {
     let deadline = timeout(deadline_ns);
     pass(loan, |loan| client.request(loan, stream, deadline))
 }
@@ -223,10 +219,7 @@ pub extern "C" fn warpipe_client_wait_for_servers(
     timeout_ns: u64,
 ) -> warpipe_status {
     let timeout = timeout(timeout_ns);
-    call(
-        client,
-        |client| Ok(client.wait_for_servers(count, timeout)?),
-    )
+    call(client, |it| Ok(it.wait_for_servers(count, timeout)?))
 }
 
 /// Reads how many requests are in which state, and the process ids of at most `capacity` servers.
@@ -266,10 +259,8 @@ pub unsafe extern "C" fn warpipe_pending_wait(
     timeout_ns: u64,
     reply: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    let wait = |pending: &Pending, stream: &Stream| {
-        let reply = pending.wait(stream, timeout(timeout_ns))?;
-        Ok(reply.into())
-    };
+    let timeout = timeout(timeout_ns);
+    let wait = |pending: &Pending, stream: &Stream| Ok(pending.wait(stream, timeout)?.into());
     // SAFETY: the caller's promises.
     unsafe { make_on(pending, stream, "reply", reply, wait) }
 }
@@ -287,7 +278,7 @@ pub unsafe extern "C" fn warpipe_pending_is_done(
     is_done: *mut bool,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(pending, "is_done", is_done, |it| Ok(it.is_done()?)) }
+    unsafe { read(pending, "is_done", is_done, |it| it.is_done()) }
 }
 
 /// Closes a request's handle, and withdraws the request if its reply was not taken. Null is
@@ -381,9 +372,5 @@ pub unsafe extern "C" fn warpipe_server_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(server, "fd", fd, |server| {
-            Ok(server.endpoint.as_fd().as_raw_fd())
-        })
-    }
+    unsafe { get(server, "fd", fd, |it| it.endpoint.as_fd().as_raw_fd()) }
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use warpipe::{Device, DeviceId, DeviceKind, Stream};
 
-use crate::failure::Failure;
+use crate::{Failure, Result};
 
 /// So many streams of a device are found without a lock; further ones are looked up under one.
 const KNOWN_MAX: usize = 16;
@@ -109,7 +109,7 @@ fn owned() -> &'static Mutex<HashMap<(DeviceId, usize), Stream>> {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> Result<MutexGuard<'_, T>, Failure> {
+fn lock<T>(mutex: &Mutex<T>) -> Result<MutexGuard<'_, T>> {
     let start = Instant::now();
     loop {
         match mutex.try_lock() {
@@ -120,7 +120,7 @@ fn lock<T>(mutex: &Mutex<T>) -> Result<MutexGuard<'_, T>, Failure> {
             }
             Err(TryLockError::WouldBlock) => {
                 let said = "the list of streams is locked for ever, as in a child that was forked while a thread used it; use exec";
-                return Err(Failure::State(said.into()));
+                return Err(Failure::state(said));
             }
         }
     }
@@ -145,7 +145,7 @@ impl Streams {
     /// On CUDA it is a stream of this device's primary context, which lives until everything that
     /// was made with it is closed.
     #[inline(always)]
-    pub(crate) unsafe fn get(&self, raw: *mut c_void) -> Result<Cow<'_, Stream>, Failure> {
+    pub(crate) unsafe fn get(&self, raw: *mut c_void) -> Result<Cow<'_, Stream>> {
         let known = self.known.iter().map_while(OnceLock::get);
         if let Some(stream) = known.into_iter().find_map(|known| known.is(raw)) {
             return Ok(Cow::Borrowed(stream));
@@ -157,7 +157,7 @@ impl Streams {
     /// # Safety
     /// As for [`get`](Self::get).
     #[cold]
-    unsafe fn find_and_remember(&self, raw: *mut c_void) -> Result<Cow<'_, Stream>, Failure> {
+    unsafe fn find_and_remember(&self, raw: *mut c_void) -> Result<Cow<'_, Stream>> {
         let mut more = lock(&self.more)?;
         // Another thread may have remembered it before this one had the lock.
         if let Some(stream) = self.known.iter().find_map(|place| place.get()?.is(raw)) {
@@ -186,7 +186,7 @@ impl Streams {
     /// # Safety
     /// As for [`get`](Self::get).
     #[cold]
-    unsafe fn find(&self, raw: *mut c_void) -> Result<Stream, Failure> {
+    unsafe fn find(&self, raw: *mut c_void) -> Result<Stream> {
         let key = self.owned_key(raw);
         let mut owned = lock(owned())?;
         if let Some(stream) = owned.get(&key) {
@@ -210,7 +210,7 @@ impl Streams {
     }
 
     /// Makes a stream for C.
-    pub(crate) fn create(&self) -> Result<*mut c_void, Failure> {
+    pub(crate) fn create(&self) -> Result<*mut c_void> {
         let stream = self.device.stream()?;
         let raw = stream.raw().0;
         let key = self.owned_key(raw);
@@ -219,7 +219,7 @@ impl Streams {
     }
 
     /// Destroys a stream of [`create`](Self::create), once what was made with it is closed.
-    pub(crate) fn destroy(&self, raw: *mut c_void) -> Result<(), Failure> {
+    pub(crate) fn destroy(&self, raw: *mut c_void) -> Result<()> {
         let key = self.owned_key(raw);
         let taken = if raw.is_null() {
             None

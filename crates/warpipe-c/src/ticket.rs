@@ -6,11 +6,11 @@ use warpipe::{Domain, Kind, LentBuffer, PublishOptions, Ticket};
 
 use crate::arguments::{Options, admitted, options, put_text, text, timeout};
 use crate::call::{call, make, make_of};
-use crate::device::{streams_of, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Found};
-use crate::memory::{MemoryKind, MemoryObject, access_of, owned, warpipe_memory};
+use crate::{
+    Failure, MemoryKind, MemoryObject, Result, access_of, domain_of, owned, run, streams_of,
+    warpipe_device, warpipe_domain, warpipe_memory, warpipe_status,
+};
 
 /// Memory under a name, which other processes open by a ticket. Any number of threads may use it.
 pub struct warpipe_published(());
@@ -141,7 +141,7 @@ pub extern "C" fn warpipe_published_close(published: *mut warpipe_published) -> 
 ///
 /// # Safety
 /// As for [`text`].
-unsafe fn parse(ticket: *const c_char) -> Result<Ticket, Failure> {
+unsafe fn parse(ticket: *const c_char) -> Result<Ticket> {
     // SAFETY: the caller's promise.
     Ok(unsafe { text("ticket", ticket) }?.parse()?)
 }

@@ -6,12 +6,11 @@ use std::time::Duration;
 use warpipe::{CreateOptions, Device, Stream, Timeline};
 
 use crate::arguments::{admitted, text, timeout};
-use crate::call::{call, call_on, read};
-use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{run, warpipe_status};
-use crate::handle;
-use crate::open::{open_options, warpipe_open_options};
+use crate::call::{call, call_on, get, read};
+use crate::{
+    device_options, domain_of, handle, make_with, open_named, run, warpipe_device, warpipe_domain,
+    warpipe_open_options, warpipe_status,
+};
 
 /// A named 64-bit value that only grows, across processes: Vulkan's timeline semaphore. Any number
 /// of threads may use it.
@@ -95,14 +94,8 @@ pub unsafe extern "C" fn warpipe_timeline_open(
     options: *const warpipe_open_options,
     timeline: *mut *mut warpipe_timeline,
 ) -> warpipe_status {
-    let open = |options: &warpipe_open_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        let name = unsafe { text("name", name) }?;
-        let wait = timeout(options.wait_ns);
-        Ok(Timeline::open(name, open_options(options, device)?, wait)?)
-    };
     // SAFETY: the caller's promises.
-    unsafe { make_with("timeline", timeline, options, open) }
+    unsafe { open_named("timeline", timeline, name, options, Timeline::open) }
 }
 
 /// Signals `value` behind the stream's work so far (`cuStreamWriteValue64`), and returns at once.
@@ -193,14 +186,7 @@ pub unsafe extern "C" fn warpipe_timeline_is_reached(
     is_reached: *mut bool,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(
-            timeline,
-            "is_reached",
-            is_reached,
-            |it| Ok(it.check(value)?),
-        )
-    }
+    unsafe { read(timeline, "is_reached", is_reached, |it| it.check(value)) }
 }
 
 /// The value now, or the last one if the owner is gone.
@@ -213,7 +199,7 @@ pub unsafe extern "C" fn warpipe_timeline_get_value(
     value: *mut u64,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(timeline, "value", value, |timeline| Ok(timeline.value())) }
+    unsafe { get(timeline, "value", value, |timeline| timeline.value()) }
 }
 
 /// Closes a timeline. That of its maker ends: signals that are enqueued are still given, and waits

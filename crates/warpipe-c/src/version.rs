@@ -54,9 +54,10 @@ pub extern "C" fn warpipe_check_version(major: u32, minor: u32) -> warpipe_statu
         if same_major && fits {
             return Ok(());
         }
-        Err(Failure::Version(format!(
-            "the program was compiled with warpipe.h {major}.{minor}, and this library is {}; compile it again with this library's header, or install that version",
-            env!("CARGO_PKG_VERSION"),
-        )))
+        let version = env!("CARGO_PKG_VERSION");
+        let said = format!(
+            "the program was compiled with warpipe.h {major}.{minor}, and this library is {version}; compile it again with this library's header, or install that version"
+        );
+        Err(Failure::Own(warpipe_status::WARPIPE_PROTOCOL, said))
     })
 }

@@ -2,11 +2,8 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
-use crate::call::{call, make_of, read};
-use crate::failure::{run, warpipe_status};
-use crate::handle;
-use crate::queue::warpipe_queue;
-use crate::service::warpipe_client;
+use crate::call::{call, get, make_of};
+use crate::{handle, run, warpipe_client, warpipe_queue, warpipe_status};
 
 /// A descriptor of one event loop for a queue's or a client's results. Any number of threads may
 /// use it.
@@ -55,7 +52,7 @@ pub unsafe extern "C" fn warpipe_watch_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(watch, "fd", fd, |watch| Ok(watch.as_fd().as_raw_fd())) }
+    unsafe { get(watch, "fd", fd, |watch| watch.as_fd().as_raw_fd()) }
 }
 
 /// Makes the descriptor unreadable until the next change.

@@ -6,12 +6,11 @@ use std::os::fd::{AsFd, AsRawFd};
 use warpipe::{Device, Stream, Worker, WorkerOptions};
 
 use crate::arguments::{number, text, time, timeout};
-use crate::call::{make_alone_on, read};
-use crate::device::{device_options, make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{run, warpipe_status};
-use crate::handle;
-use crate::lease::{Answering, Owed, warpipe_lease};
+use crate::call::{get, make_alone_on};
+use crate::{
+    Answering, Owed, device_options, domain_of, handle, make_with, run, warpipe_device,
+    warpipe_domain, warpipe_lease, warpipe_status,
+};
 
 /// Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
 pub struct warpipe_worker(());
@@ -127,5 +126,5 @@ pub unsafe extern "C" fn warpipe_worker_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { read(worker, "fd", fd, |it| Ok(it.endpoint.as_fd().as_raw_fd())) }
+    unsafe { get(worker, "fd", fd, |it| it.endpoint.as_fd().as_raw_fd()) }
 }
