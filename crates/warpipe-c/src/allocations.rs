@@ -8,8 +8,9 @@ use warpipe::{Access, AllocationClient, AllocationServer, CreateOptions};
 use crate::arguments::{out, text, timeout};
 use crate::call::{make, read};
 use crate::{
-    MemoryKind, OnDevice, domain_of, handle, make_memory_of, open_named, run, streams_of,
-    warpipe_device, warpipe_domain, warpipe_memory, warpipe_open_options, warpipe_status,
+    HostCall, MemoryKind, OnDevice, Owner, domain_of, handle, make_memory_of, open_named, run,
+    streams_of, warpipe_device, warpipe_domain, warpipe_memory, warpipe_open_options,
+    warpipe_status,
 };
 
 /// Shares memory that other code of this process has allocated. Any number of threads may use it.
@@ -17,25 +18,6 @@ pub struct warpipe_allocation_server(());
 
 /// Opens what an allocation server of another process shares. Any number of threads may use it.
 pub struct warpipe_allocation_client(());
-
-/// The owner of shared memory, which is told when the memory is its own again.
-struct Owner {
-    release: Option<unsafe extern "C" fn(*mut c_void)>,
-    context: *mut c_void,
-}
-
-// SAFETY: the caller of `warpipe_allocation_server_share` lets any thread call it.
-unsafe impl Send for Owner {}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        if let Some(release) = self.release {
-            // SAFETY: the function and its context are of one call, and its caller promised that
-            // they stay callable until here.
-            unsafe { release(self.context) }
-        }
-    }
-}
 
 /// Makes a server of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`) for
 /// memory of `device`. `domain` may be null: the environment's. `device` may be null: the first GPU,
@@ -99,7 +81,8 @@ pub unsafe extern "C" fn warpipe_allocation_server_share(
     context: *mut c_void,
     number: *mut u64,
 ) -> warpipe_status {
-    let owner = Owner { release, context };
+    // SAFETY: the caller's promise.
+    let owner = Owner(unsafe { HostCall::new(release, context) });
     run(|| {
         // SAFETY: the caller's promise.
         let number = unsafe { out("number", number) }?;

@@ -112,15 +112,10 @@ fn named(name: &str) -> Result<Device> {
 }
 
 fn uuid_of(text: &str) -> Option<[u8; 16]> {
-    let digits: String = text.chars().filter(|&c| c != '-').collect();
-    if digits.len() != 32 || !digits.chars().all(|c| c.is_ascii_hexdigit()) {
-        return None;
-    }
-    let mut uuid = [0; 16];
-    for (index, byte) in uuid.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).ok()?;
-    }
-    Some(uuid)
+    let digits = text.replace('-', "");
+    let is_whole = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    let number = is_whole.then(|| u128::from_str_radix(&digits, 16).ok())?;
+    number.map(u128::to_be_bytes)
 }
 
 /// Opens a device: `"cuda"` or `"cuda:N"` (an ordinal among those that `CUDA_VISIBLE_DEVICES`

@@ -152,12 +152,8 @@ pub unsafe extern "C" fn warpipe_loan_to_dlpack_legacy(
 fn export_loan(loan: *const warpipe_loan) -> Result<Exported<SlotHold>> {
     let lent = handle::find(loan)?;
     let device = DLDevice::of(lent.streams.device());
-    Ok(Exported::new(
-        lent.layout(),
-        device,
-        lent.ptr(),
-        lent.hold(),
-    )?)
+    let exported = Exported::new(lent.layout(), device, lent.ptr(), lent.hold())?;
+    Ok(exported)
 }
 
 /// A view of memory for another framework, as a tensor of this layout. It keeps the memory open,
@@ -274,17 +270,16 @@ impl Borrowed {
         if on_host || same_gpu {
             return Ok(on_host);
         }
-        Err(Failure::argument(
-            "tensor",
-            format!(
-                "on DLPack device type {}, number {}",
-                self.device.device_type, self.device.device_id
-            ),
-            format!(
-                "one on the host, or on {} of this endpoint",
-                stream.device()
-            ),
-        ))
+        let DLDevice {
+            device_type,
+            device_id,
+        } = self.device;
+        let found = format!("on DLPack device type {device_type}, number {device_id}");
+        let allowed = format!(
+            "one on the host, or on {} of this endpoint",
+            stream.device()
+        );
+        Err(Failure::argument("tensor", found, allowed))
     }
 
     /// Enqueues the copy of all elements into a loan's slot, which has the layout `packed`. Of a

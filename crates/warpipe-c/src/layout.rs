@@ -2,7 +2,7 @@
 
 use warpipe::{DType, Layout, RANK_MAX};
 
-use crate::arguments::out;
+use crate::arguments::{out, slice};
 use crate::{Failure, Result, run, warpipe_status};
 
 /// The most dimensions that a tensor may have.
@@ -115,12 +115,8 @@ impl warpipe_layout {
             return Err(Failure::argument("layout->rank", rank, allowed));
         }
         let (shape, strides) = (&self.shape[..rank], &self.strides[..rank]);
-        Ok(Layout::strided(
-            dtype_of(self.dtype)?,
-            shape,
-            strides,
-            self.offset,
-        )?)
+        let dtype = dtype_of(self.dtype)?;
+        Ok(Layout::strided(dtype, shape, strides, self.offset)?)
     }
 }
 
@@ -154,10 +150,9 @@ pub unsafe extern "C" fn warpipe_layout_contiguous(
 ) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promises.
-        let (place, shape) = unsafe {
-            let shape = crate::arguments::slice("shape", shape, rank as usize)?;
-            (out("layout", layout)?, shape)
-        };
+        let shape = unsafe { slice("shape", shape, rank as usize) }?;
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("layout", layout) }?;
         let layout = Layout::contiguous(dtype_of(dtype)?, shape)?;
         place.put(warpipe_layout::of(&layout));
         Ok(())

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{AnswerError, AnswerHandle, Error, Layout, Lease, Loan, Stream, Unanswered};
+use warpipe::{AnswerError, AnswerHandle, Error, Layout, Lease, Loan, Stream};
 
 use crate::arguments::{slice_mut, text, timeout, timeout_unless_usual};
 use crate::call::{call, call_on, make_of, read};
@@ -111,36 +111,29 @@ fn answer(
     let wait = timeout_unless_usual(timeout_ns).unwrap_or(timeout);
     let (failure, loan) = match send(answer, wait) {
         Ok(()) => (None, None),
-        Err(AnswerError {
-            error,
-            returned:
-                Unanswered {
-                    answer_handle: Some(answer),
-                    output,
-                    ..
-                },
-        }) => {
-            let object = Owed {
-                answer: *answer,
-                input,
-                timeout,
-            };
-            owed.put_back(OnDevice { object, streams });
-            return Err(Unpassed {
-                failure: error.into(),
-                loan: output,
-            });
+        Err(AnswerError { error, returned }) => {
+            let loan = returned.output;
+            if let Some(answer) = returned.answer_handle.map(|answer| *answer) {
+                let object = Owed {
+                    answer,
+                    input,
+                    timeout,
+                };
+                owed.put_back(OnDevice { object, streams });
+                let failure = error.into();
+                return Err(Unpassed { failure, loan });
+            }
+            // The queue has received it all the same.
+            (Some(error), loan)
         }
-        // The queue has received it all the same.
-        Err(sent) => (Some(sent.error), sent.returned.output),
     };
     let released = input.release_once();
     match failure.or(released.err()) {
         None => Ok(()),
-        Some(error) => Err(Unpassed {
-            failure: error.into(),
-            loan,
-        }),
+        Some(error) => {
+            let failure = error.into();
+            Err(Unpassed { failure, loan })
+        }
     }
 }
 

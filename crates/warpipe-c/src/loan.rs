@@ -2,7 +2,6 @@
 
 use std::ffi::c_void;
 use std::ops::Deref;
-use std::time::Duration;
 
 use warpipe::{Layout, Loan, SampleMut, Stream};
 
@@ -210,48 +209,37 @@ pub unsafe extern "C" fn warpipe_loan_send(
     timeout_ns: u64,
     sequence: *mut u64,
 ) -> warpipe_status {
-    // SAFETY: the caller's promises.
-    run(|| unsafe { send(loan, stream, timeout_unless_usual(timeout_ns), sequence) })
-}
-
-/// # Safety
-/// As for [`warpipe_loan_send`].
-#[inline]
-unsafe fn send(
-    loan: *mut warpipe_loan,
-    stream: *mut c_void,
-    timeout: Option<Duration>,
-    sequence: *mut u64,
-) -> Result<()> {
-    let send = |sample: SampleMut, stream: &Stream| match timeout {
-        Some(timeout) => sample.send_within(stream, timeout),
-        None => sample.send(stream),
-    };
-    let mut lent = handle::find(loan)?;
-    let OnDevice { object, streams } = lent.take();
-    // SAFETY: the caller's promise.
-    let (failure, loan) = match (unsafe { streams.get(stream) }, object) {
-        (Ok(stream), LoanKind::Sample(sample)) => match send(sample, &stream) {
-            Ok(sent) => {
-                // SAFETY: the caller's promise.
-                unsafe { put_unless_null(sequence, sent) };
-                return Ok(());
+    run(|| {
+        let send = |sample: SampleMut, stream: &Stream| match timeout_unless_usual(timeout_ns) {
+            Some(timeout) => sample.send_within(stream, timeout),
+            None => sample.send(stream),
+        };
+        let mut lent = handle::find(loan)?;
+        let OnDevice { object, streams } = lent.take();
+        // SAFETY: the caller's promise.
+        let (failure, loan) = match (unsafe { streams.get(stream) }, object) {
+            (Ok(stream), LoanKind::Sample(sample)) => match send(sample, &stream) {
+                Ok(sent) => {
+                    // SAFETY: the caller's promise.
+                    unsafe { put_unless_null(sequence, sent) };
+                    return Ok(());
+                }
+                Err(unsent) => {
+                    let loan = unsent.returned.map(|sample| LoanKind::Sample(*sample));
+                    (unsent.error.into(), loan)
+                }
+            },
+            (Ok(_), loan @ LoanKind::Job(_)) => {
+                let said = "this loan is not a publisher's; submit it, or answer with it";
+                (Failure::state(said), Some(loan))
             }
-            Err(unsent) => {
-                let loan = unsent.returned.map(|sample| LoanKind::Sample(*sample));
-                (unsent.error.into(), loan)
-            }
-        },
-        (Ok(_), loan @ LoanKind::Job(_)) => {
-            let said = "this loan is not a publisher's; submit it, or answer with it";
-            (Failure::state(said), Some(loan))
+            (Err(failure), loan) => (failure, Some(loan)),
+        };
+        if let Some(object) = loan {
+            lent.put_back(OnDevice { object, streams });
         }
-        (Err(failure), loan) => (failure, Some(loan)),
-    };
-    if let Some(object) = loan {
-        lent.put_back(OnDevice { object, streams });
-    }
-    Err(failure)
+        Err(failure)
+    })
 }
 
 /// Returns a loan unused, behind the work of the streams that it was written on or passed with.

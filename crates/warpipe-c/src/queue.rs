@@ -222,10 +222,8 @@ pub unsafe extern "C" fn warpipe_queue_submit(
 
 impl From<SubmitError> for Unpassed {
     fn from(failed: SubmitError) -> Unpassed {
-        Unpassed {
-            failure: failed.error.into(),
-            loan: failed.returned,
-        }
+        let (failure, loan) = (failed.error.into(), failed.returned);
+        Unpassed { failure, loan }
     }
 }
 
@@ -305,11 +303,8 @@ pub unsafe extern "C" fn warpipe_queue_next_result(
 
 /// The job of which an error is the outcome, or 0.
 fn failed_job(error: &Error) -> u64 {
-    match *error {
-        Error::Job {
-            end: JobEnd::Taken, ..
-        } => 0,
-        Error::Job { job, .. } => job,
+    match error {
+        Error::Job { job, end, .. } if !matches!(end, JobEnd::Taken) => *job,
         _ => 0,
     }
 }

@@ -45,13 +45,8 @@ pub extern "C" fn warpipe_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_check_version(major: u32, minor: u32) -> warpipe_status {
     run(|| {
-        let same_major = major == WARPIPE_VERSION_MAJOR;
-        let fits = if major == 0 {
-            minor == WARPIPE_VERSION_MINOR
-        } else {
-            minor <= WARPIPE_VERSION_MINOR
-        };
-        if same_major && fits {
+        let is_older = major > 0 && minor < WARPIPE_VERSION_MINOR;
+        if major == WARPIPE_VERSION_MAJOR && (minor == WARPIPE_VERSION_MINOR || is_older) {
             return Ok(());
         }
         let version = env!("CARGO_PKG_VERSION");
