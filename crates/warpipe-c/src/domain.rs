@@ -116,10 +116,7 @@ pub unsafe extern "C" fn warpipe_domain_list(
         let found = domain.endpoints()?;
         let all = found.iter().map(|endpoint| warpipe_endpoint {
             name: fixed(endpoint.name.as_str()),
-            pid: match &endpoint.holder {
-                Some(holder) => holder.pid.unwrap_or(-1),
-                None => 0,
-            },
+            pid: (endpoint.holder.as_ref()).map_or(0, |holder| holder.pid.unwrap_or(-1)),
             foreign: fixed(endpoint.foreign.unwrap_or_default()),
         });
         // SAFETY: the caller's promises.

@@ -3,13 +3,13 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{CreateOptions, Device, Event, EventHandle, Recording, Stream};
+use warpipe::{Device, Event, EventHandle, Recording, Stream};
 
-use crate::arguments::{admitted, put_text, put_unless_null, text, timeout};
+use crate::arguments::{create_options, put_text, put_unless_null, text, timeout};
 use crate::call::{call, call_on, make, read};
 use crate::{
-    Failure, OnDevice, device_options, domain_of, handle, make_with, run, streams_of,
-    warpipe_device, warpipe_domain, warpipe_status,
+    Failure, OnDevice, device_options, handle, make_with, run, streams_of, warpipe_device,
+    warpipe_domain, warpipe_status,
 };
 
 /// An event of this or another process. Any number of threads may use it.
@@ -56,13 +56,7 @@ pub unsafe extern "C" fn warpipe_event_create(
 ) -> warpipe_status {
     let build = |options: &warpipe_event_options, device: &Device| {
         // SAFETY: the caller's promise.
-        let (allow_uids, allow_gids) = unsafe { admitted!(options) };
-        Ok(Event::new(CreateOptions {
-            domain: domain_of(options.domain)?,
-            device: Some(device.clone()),
-            allow_uids,
-            allow_gids,
-        })?)
+        Ok(Event::new(unsafe { create_options!(options, device) })?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("event", event, options, build) }

@@ -175,8 +175,8 @@ const KINDS: [(ErrorKind, warpipe_status, &CStr); 15] = [
 ];
 
 fn status_of(kind: ErrorKind) -> warpipe_status {
-    let known = KINDS.iter().find(|known| known.0 == kind);
-    known.map_or(WARPIPE_INTERNAL, |known| known.1)
+    let known = KINDS.iter().find(|&&(known, ..)| known == kind);
+    known.map_or(WARPIPE_INTERNAL, |&(_, status, _)| status)
 }
 
 /// The last error of a thread.
@@ -271,12 +271,12 @@ fn last_peer() -> Option<(i32, bool)> {
 /// A static string.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_status_name(status: u32) -> *const c_char {
-    let known = KINDS.iter().find(|known| known.1 as u32 == status);
+    let known = KINDS.iter().find(|&&(_, known, _)| known as u32 == status);
     let name = match status {
         0 => c"ok",
         16 => c"invalid_object",
         17 => c"internal",
-        _ => known.map_or(c"unknown", |known| known.2),
+        _ => known.map_or(c"unknown", |&(.., name)| name),
     };
     name.as_ptr()
 }

@@ -6,6 +6,8 @@
 //! table ([`handle`]), never an address: a pointer that is null, closed or of another type is an
 //! error. Objects that one thread at a time may use say `WARPIPE_INVALID_STATE` to a second one.
 //!
+//! The names of C are one flat namespace, and modules take them from this root.
+//!
 //! **Unsafe**: addresses of strings, structures and arrays that the caller passes ([`arguments`]),
 //! and streams, are used as they are given; each function says how long they must be valid.
 #![deny(missing_docs)]

@@ -218,10 +218,11 @@ pub unsafe extern "C" fn warpipe_sample_copy_part_to(
 ) -> warpipe_status {
     call(sample, |found| {
         // SAFETY: the caller's promise.
-        let (name, timeout) = (unsafe { text("name", name) }?, timeout(timeout_ns));
+        let name = unsafe { text("name", name) }?;
         // SAFETY: the caller's promise; bytes of any value are valid.
         let buffer = unsafe { slice_mut("buffer", buffer.cast(), bytes) }?;
-        Ok(found.sample.copy_part_to(name, buffer, timeout)?)
+        let wait = timeout(timeout_ns);
+        Ok(found.sample.copy_part_to(name, buffer, wait)?)
     })
 }
 

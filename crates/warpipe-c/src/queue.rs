@@ -222,8 +222,10 @@ pub unsafe extern "C" fn warpipe_queue_submit(
 
 impl From<SubmitError> for Unpassed {
     fn from(failed: SubmitError) -> Unpassed {
-        let (failure, loan) = (failed.error.into(), failed.returned);
-        Unpassed { failure, loan }
+        Unpassed {
+            failure: failed.error.into(),
+            loan: failed.returned,
+        }
     }
 }
 

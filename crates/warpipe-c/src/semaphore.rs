@@ -2,13 +2,13 @@
 
 use std::ffi::{c_char, c_void};
 
-use warpipe::{CreateOptions, Device, Semaphore, Stream};
+use warpipe::{Device, Semaphore, Stream};
 
-use crate::arguments::{admitted, number, text, timeout};
+use crate::arguments::{create_options, number, text, timeout};
 use crate::call::{get, make_beside, make_on};
 use crate::{
-    OnDevice, device_options, domain_of, handle, make_with, open_named, run, warpipe_device,
-    warpipe_domain, warpipe_open_options, warpipe_status,
+    OnDevice, device_options, handle, make_with, open_named, run, warpipe_device, warpipe_domain,
+    warpipe_open_options, warpipe_status,
 };
 
 /// A limited number of permits, held in any number of processes of one machine. Permits go to the
@@ -78,15 +78,8 @@ pub unsafe extern "C" fn warpipe_semaphore_create(
 ) -> warpipe_status {
     let build = |options: &warpipe_semaphore_options, device: &Device| {
         // SAFETY: the caller's promises.
-        let (name, (allow_uids, allow_gids)) = unsafe { (text("name", name)?, admitted!(options)) };
-        let permits = number(options.permits, 1);
-        let options = CreateOptions {
-            domain: domain_of(options.domain)?,
-            device: Some(device.clone()),
-            allow_uids,
-            allow_gids,
-        };
-        Ok(Semaphore::new(name, permits, options)?)
+        let (name, create) = unsafe { (text("name", name)?, create_options!(options, device)) };
+        Ok(Semaphore::new(name, number(options.permits, 1), create)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("semaphore", semaphore, options, build) }

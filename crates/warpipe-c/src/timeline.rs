@@ -3,12 +3,12 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{CreateOptions, Device, Stream, Timeline};
+use warpipe::{Device, Stream, Timeline};
 
-use crate::arguments::{admitted, text, timeout};
+use crate::arguments::{create_options, text, timeout};
 use crate::call::{call, call_on, get, read};
 use crate::{
-    device_options, domain_of, handle, make_with, open_named, run, warpipe_device, warpipe_domain,
+    device_options, handle, make_with, open_named, run, warpipe_device, warpipe_domain,
     warpipe_open_options, warpipe_status,
 };
 
@@ -64,13 +64,7 @@ pub unsafe extern "C" fn warpipe_timeline_create(
 ) -> warpipe_status {
     let build = |options: &warpipe_timeline_options, device: &Device| {
         // SAFETY: the caller's promises.
-        let (name, (allow_uids, allow_gids)) = unsafe { (text("name", name)?, admitted!(options)) };
-        let options = CreateOptions {
-            domain: domain_of(options.domain)?,
-            device: Some(device.clone()),
-            allow_uids,
-            allow_gids,
-        };
+        let (name, options) = unsafe { (text("name", name)?, create_options!(options, device)) };
         Ok(Timeline::new(name, options)?)
     };
     // SAFETY: the caller's promises.
