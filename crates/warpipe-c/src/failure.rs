@@ -195,20 +195,18 @@ thread_local! {
 /// Runs a function's body: its failure, or its panic, becomes the thread's last error and the
 /// status.
 pub(crate) fn run(body: impl FnOnce() -> Result<()>) -> warpipe_status {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => WARPIPE_OK,
-        Ok(Err(failure)) => {
-            remember(failure.message(), failure.facts());
-            failure.status()
-        }
+    let failure = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return WARPIPE_OK,
+        Ok(Err(failure)) => failure,
         Err(panic) => {
             let said = format!("a fault of warpipe itself: {}", said_by(&*panic));
             // A payload that panics when it is dropped would end the process.
             std::mem::forget(panic);
-            remember(said, (0, None));
-            WARPIPE_INTERNAL
+            Failure::Own(WARPIPE_INTERNAL, said)
         }
-    }
+    };
+    remember(&failure);
+    failure.status()
 }
 
 fn said_by(panic: &(dyn Any + Send)) -> &str {
@@ -217,8 +215,9 @@ fn said_by(panic: &(dyn Any + Send)) -> &str {
     text.unwrap_or("a panic without a message")
 }
 
-fn remember(message: String, (driver_code, peer): (i32, Option<(i32, bool)>)) {
-    let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
+fn remember(failure: &Failure) {
+    let message = CString::new(failure.message().replace('\0', " ")).unwrap_or_default();
+    let (driver_code, peer) = failure.facts();
     // A thread that is ending has no place for it any more.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
@@ -236,35 +235,31 @@ fn remember(message: String, (driver_code, peer): (i32, Option<(i32, bool)>)) {
 /// call that fails; never null.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_error_message() -> *const c_char {
-    LAST.try_with(|last| {
-        last.try_borrow()
-            .map_or(c"".as_ptr(), |last| last.message.as_ptr())
-    })
-    .unwrap_or(c"".as_ptr())
+    last_error(|last| last.message.as_ptr()).unwrap_or(c"".as_ptr())
 }
 
 /// The driver's own code (`CUresult`) behind this thread's last error; 0 if it came from elsewhere.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_error_driver_code() -> i32 {
-    let code = LAST.try_with(|last| last.try_borrow().map_or(0, |last| last.driver_code));
-    code.unwrap_or(0)
+    last_error(|last| last.driver_code).unwrap_or(0)
 }
 
 /// After `WARPIPE_PEER_GONE`, the process that is gone; else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_error_peer_pid() -> i32 {
-    last_peer().map_or(0, |(pid, _)| pid)
+    last_error(|last| last.peer.map_or(0, |(pid, _)| pid)).unwrap_or(0)
 }
 
 /// After `WARPIPE_PEER_GONE`, whether the peer had closed its end; else it died. False after other
 /// errors.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_error_peer_closed() -> bool {
-    last_peer().is_some_and(|(_, has_closed)| has_closed)
+    last_error(|last| last.peer.is_some_and(|(_, has_closed)| has_closed)).unwrap_or(false)
 }
 
-fn last_peer() -> Option<(i32, bool)> {
-    LAST.try_with(|last| last.try_borrow().ok()?.peer).ok()?
+fn last_error<R>(work: impl FnOnce(&LastError) -> R) -> Option<R> {
+    LAST.try_with(|last| Some(work(&*last.try_borrow().ok()?)))
+        .ok()?
 }
 
 /// The name of a status in lower case, for logs: `peer_gone`. `unknown` for a number that is none.

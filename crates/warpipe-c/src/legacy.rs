@@ -7,6 +7,7 @@ use warpipe::LegacyHandle;
 
 use crate::arguments::{put_text, text, timeout};
 use crate::call::{call, make};
+use crate::streams::Streams;
 use crate::{
     Failure, MemoryKind, MemoryObject, consume, run, streams_of, warpipe_device, warpipe_memory,
     warpipe_status,
@@ -94,14 +95,14 @@ pub extern "C" fn warpipe_legacy_close(
     memory: *mut warpipe_memory,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        consume(memory, |held, _| match held.take() {
-            Some(MemoryKind::Legacy(memory)) => Ok(memory.close(timeout(timeout_ns))?),
-            other => {
-                *held = other;
-                let said = "this memory was not opened by a legacy handle; close it with warpipe_memory_close";
-                Err(Failure::state(said))
-            }
-        })
-    })
+    let close = |held: &mut Option<MemoryKind>, _: &Streams| {
+        let legacy = held.take_if(|held| matches!(held, MemoryKind::Legacy(_)));
+        if let Some(MemoryKind::Legacy(memory)) = legacy {
+            return Ok(memory.close(timeout(timeout_ns))?);
+        }
+        let said =
+            "this memory was not opened by a legacy handle; close it with warpipe_memory_close";
+        Err(Failure::state(said))
+    };
+    run(|| consume(memory, close))
 }
