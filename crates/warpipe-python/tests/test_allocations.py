@@ -2,6 +2,7 @@
 
 import concurrent.futures.process
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -460,6 +461,65 @@ def test_an_interrupt_in_the_middle_of_a_close_leaves_no_descriptor(monkeypatch)
     # The end of what can be read.
     assert theirs.closed and ours.poll(0)
     ours.close()
+
+
+def test_an_interrupt_wherever_a_function_of_ours_begins_leaves_no_message_behind(device):
+    """There the interpreter looks for signals. A message that could not be pickled to its end is taken back."""
+    for number in itertools.count():
+        ours, theirs = multiprocessing.Pipe()
+        left = iter(range(number))
+
+        def interrupted(frame, event, _, left=left):
+            if event == "call" and frame.f_code.co_filename == _messages.__file__ and next(left, None) is None:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        before, is_whole = sys.gettrace(), False
+        try:
+            sys.settrace(interrupted)
+            ours.send(storages.plain(device))
+            is_whole = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert _messages.current() is None
+        assert counts() == (int(theirs.poll()), 0), f"interrupted at function {number}"
+        if theirs.poll():
+            assert theirs.recv().text == "hello"
+        if is_whole:
+            break
+
+
+class Finalized:
+    """Sends something of its own in the middle of another message, as a finalizer that runs there."""
+
+    def __init__(self, pipe, device):
+        self.pipe, self.device = pipe, device
+
+    def __reduce__(self):
+        self.pipe.send(storages.plain(self.device, "other"))
+        return str, ()
+
+
+def test_what_a_finalizer_sends_in_the_middle_of_a_message_stays_when_that_fails(device):
+    (ours, theirs), (other, others) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    with pytest.raises(ValueError, match="cannot be pickled"):
+        ours.send((Finalized(other, device), storages.plain(device), storages.Unpicklable()))
+    assert counts() == (1, 0)
+    assert others.recv().text == "other"
+
+
+def test_a_failure_to_take_one_share_back_leaves_no_other(device):
+    class Failing:
+        def __reduce__(self):
+            _messages.current().take_back.append((lambda: 1 / 0,))
+            return str, ()
+
+    ours, theirs = multiprocessing.Pipe()
+    with pytest.raises(ZeroDivisionError):
+        ours.send((Failing(), storages.plain(device), storages.Unpicklable()))
+    assert counts() == (0, 0)
 
 
 def test_a_message_may_be_given_by_the_name_of_its_argument():

@@ -8,7 +8,6 @@ receiver knows a storage that it has open by the token's serial number.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import secrets
@@ -191,7 +190,7 @@ class Table:
         return self._share(Exported(source.copied(), self._serial()))
 
     def _share(self, exported: Exported) -> Token:
-        source, share = exported.source, Share(exported)
+        source, share, message = exported.source, Share(exported), _messages.current()
         try:
             server, domain = self._server(source.device)
             number = server.share(source.address, source.nbytes, share, stream=source.stream)
@@ -199,10 +198,10 @@ class Table:
             raise
         except Error as error:
             raise _told_here(error, source.what, "cannot be sent", "") from error
-        self.shared[server.name, number] = share
-        message = _messages.current()
         if message is not None:
-            message.take_back.append(functools.partial(self._take_back, server, number))
+            # First: an interrupt that comes before loses the number.
+            message.take_back.append((self._take_back, server, number))
+        self.shared[server.name, number] = share
         self.unclaimed.note(server, number, message.pipe if message is not None else None)
         sender = multiprocessing.current_process().name
         return Token(

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue, SimpleQueue
@@ -24,7 +24,8 @@ class Message:
         """The connection that it is written to, where that is known."""
         self.order: Any = None
         """What its contents are to be ordered behind, beside the thread's own stream."""
-        self.take_back: list[Callable[[], object]] = []
+        self.take_back: list[tuple[Any, ...]] = []
+        """Functions with their arguments: a function of Python that made one could be interrupted before it is here."""
 
 
 _state = threading.local()
@@ -46,28 +47,34 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-class message:  # noqa: N801
-    """Pickles or sends a message, or a part of one: ``with message(pipe, failures)``. After one of ``failures`` it is taken
-    back. A class, as a generator would take as long as the pickling of a small message."""
+def as_message(pipe: Connection | None, failures: type[BaseException], call: Callable[..., object], *given: Any) -> None:
+    """``call(*given)`` pickles or sends a message to ``pipe``, or without one a part of the message in progress. After one of
+    ``failures`` it is taken back. Not for ``with``: an interrupt may come where an ``__exit__`` begins."""
+    outer = current()
+    whole = outer if pipe is None else None
+    inner = Message(pipe if whole is None else whole.pipe)
+    try:
+        _state.message = inner
+        call(*given)
+    except failures:
+        _state.message = outer
+        take_back(iter(inner.take_back))
+        raise
+    else:
+        if whole is not None:
+            whole.take_back += inner.take_back
+    finally:
+        _state.message = outer
 
-    __slots__ = ("failures", "inner", "outer")
 
-    def __init__(self, pipe: Connection | None, failures: type[BaseException]) -> None:
-        outer = self.outer = current()
-        self.failures = failures
-        self.inner = Message(outer.pipe if pipe is None and outer is not None else pipe)
-
-    def __enter__(self) -> None:
-        _state.message = self.inner
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _state.message = self.outer
-        if kind is None:
-            if self.outer is not None:
-                self.outer.take_back += self.inner.take_back
-        elif issubclass(kind, self.failures):
-            for take_back in self.inner.take_back:
-                take_back()
+def take_back(made: Iterator[tuple[Any, ...]]) -> None:
+    """Takes back what was made for a message, all of it whatever fails."""
+    for call, *given in made:
+        try:
+            call(*given)
+        except BaseException:
+            take_back(made)
+            raise
 
 
 class Ordered:
@@ -130,8 +137,7 @@ def unopened(error: Exception) -> Unopened:
 
 def _dumping(_usual: Callable[..., Any]) -> Callable[..., Any]:
     def dump(pickler: ForkingPickler, found: Any) -> None:
-        with message(None, BaseException):
-            pickle.Pickler.dump(pickler, found)
+        as_message(None, BaseException, pickle.Pickler.dump, pickler, found)
 
     return dump
 
@@ -142,16 +148,14 @@ def sending(usual: Callable[..., Any]) -> Callable[..., Any]:
     # Callers may name the argument, which has this name in ``multiprocessing``, as in the ``put`` below.
     def send(connection: Any, obj: Any) -> None:
         # An interrupt may come when all has been written.
-        with message(getattr(connection, "conn", connection), Exception):
-            usual(connection, obj)
+        as_message(getattr(connection, "conn", connection), Exception, usual, connection, obj)
 
     return send
 
 
 def _putting(usual: Callable[..., Any]) -> Callable[..., Any]:
     def put(queue: Any, obj: Any) -> None:
-        with message(getattr(queue._writer, "conn", queue._writer), Exception):
-            usual(queue, obj)
+        as_message(getattr(queue._writer, "conn", queue._writer), Exception, usual, queue, obj)
 
     return put
 
@@ -167,8 +171,7 @@ def _feeding(usual: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 send_bytes(found)
             except Exception:
-                for take_back in pickled.take_back:
-                    take_back()
+                take_back(iter(pickled.take_back))
                 if pickled.pipe is not None:
                     _tell_of_its_end(pickled.pipe)
                 raise
@@ -213,8 +216,7 @@ def _tell_of_its_end(pipe: Connection) -> None:
 def _starting(usual: Callable[..., Any]) -> Callable[..., Any]:
     def start(process: BaseProcess) -> None:
         # Its arguments are pickled before there is a process that could receive them.
-        with message(None, Exception):
-            usual(process)
+        as_message(None, Exception, usual, process)
 
     return start
 
