@@ -19,7 +19,7 @@ use crate::process::Home;
 use crate::stream::Consumer;
 use crate::torch_allocator;
 use crate::view::View;
-use crate::wait::{Given, Limit};
+use crate::wait::{Given, Limit, hand_over};
 
 /// Shares memory that other libraries allocate in this process, for ``warpipe.torch``.
 #[pyclass(frozen, extends = Named, module = "warpipe._warpipe", name = "_AllocationServer")]
@@ -73,7 +73,7 @@ impl AllocationServer {
             None => None,
         };
         let owner = Box::new(LibraryHeld::new(owner));
-        let share = move || -> Outcome<u64> {
+        let share = || -> Outcome<u64> {
             let stream = match stream {
                 Some(stream) => stream,
                 None => server.device().stream()?,
@@ -85,7 +85,10 @@ impl AllocationServer {
             // SAFETY: the caller of this private class passes the object that keeps the memory.
             Ok(unsafe { server.share(&stream, address, nbytes, access, owner) }?)
         };
-        Ok(py.detach(share)?)
+        let number = py.detach(share)?;
+        hand_over(py, number, |unused| {
+            let _ = py.detach(|| server.withdraw(unused));
+        })
     }
 
     /// Takes back a share that no process has opened. False if it was opened or withdrawn.

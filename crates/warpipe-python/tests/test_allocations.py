@@ -1,6 +1,8 @@
 """Memory of other libraries in messages of multiprocessing: kept as long as it is used, and given back by the dead."""
 
 import concurrent.futures.process
+import ctypes
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -21,7 +23,7 @@ from peers import kill, process, said, spawn
 from test_processes import kills
 
 import warpipe
-from warpipe import _allocations, _messages, _unclaimed
+from warpipe import _allocations, _messages, _unclaimed, _warpipe
 from warpipe._allocations import TABLE
 
 HAS_PIECES = pytest.mark.skipif(DEVICE == "host", reason="the host's memory has no descriptors of pieces")
@@ -489,6 +491,21 @@ def test_an_interrupt_wherever_a_function_of_ours_begins_leaves_no_message_behin
             assert theirs.recv().text == "hello"
         if is_whole:
             break
+
+
+def test_a_signal_in_the_middle_of_sharing_leaves_no_share_whose_number_is_lost(domain, device):
+    server = _warpipe._AllocationServer("interrupted", device, domain)
+    view = _warpipe._allocate_plain(storages.NBYTES, device)
+    # No function of Python runs, in which its handler would.
+    arrives = map(ctypes.CDLL(None)["raise"], [signal.SIGINT])
+
+    class Address:
+        __index__ = staticmethod(functools.partial(sum, arrives, view.ptr))
+
+    with pytest.raises(KeyboardInterrupt):
+        server.share(Address(), view.nbytes, object(), stream=None)
+    assert server.stats()["unclaimed"] == 0
+    server.close()
 
 
 class Finalized:

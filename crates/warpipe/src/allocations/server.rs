@@ -112,14 +112,11 @@ impl AllocationServer {
             return Err(Error::argument("bytes", bytes, "at least 1"));
         }
         stream.check_usable(shares.device())?;
+        // Here and not by the reaper, beside which an owner of an interpreter would have to wait for
+        // this thread's call to end. First: a drop that panics leaves no share without its number.
+        shares.drop_released();
         // SAFETY: the caller's promise.
-        let (number, is_due) = unsafe { shares.share(stream, (ptr, bytes), access, owner) }?;
-        if is_due {
-            // Here and not by the reaper, beside which an owner of an interpreter would have to wait
-            // for this thread's call to end.
-            shares.drop_released();
-        }
-        Ok(number)
+        unsafe { shares.share(stream, (ptr, bytes), access, owner) }
     }
 
     /// Takes back a share that no client has opened, and drops its owner. False if a client has

@@ -133,7 +133,7 @@ impl Shares {
         &self.device
     }
 
-    /// Adds a share. Returns its number, and whether clients' words should be looked at.
+    /// Adds a share. Returns its number.
     ///
     /// # Safety
     /// The memory stays allocated as long as `owner` lives.
@@ -143,7 +143,7 @@ impl Shares {
         (ptr, bytes): (DevicePtr, u64),
         access: Access,
         owner: Box<dyn Any + Send>,
-    ) -> Result<(u64, bool)> {
+    ) -> Result<u64> {
         // SAFETY: the caller's promise.
         let (place, run) = unsafe { self.place(ptr, bytes, access) }?;
         let is_complete = stream.is_idle()?;
@@ -166,9 +166,8 @@ impl Shares {
         };
         let mut state = self.lock();
         state.shares.insert(number, share);
-        // Each look costs as much as there are shares, so it comes after as many.
         state.shared += 1;
-        Ok((number, 2 * state.shared > state.shares.len()))
+        Ok(number)
     }
 
     /// Removes a share that no client has opened. False if it is another one.
@@ -370,10 +369,13 @@ impl Shares {
         self.ready.word(word as usize).reached(value)
     }
 
-    /// Drops what clients have released.
+    /// Drops what clients have released, once there are so many new shares that a look is due: each
+    /// costs as much as there are shares.
     pub(super) fn drop_released(&self) {
-        let released = self.lock().collect(&self.words);
-        // Without the lock.
+        let mut state = self.lock();
+        let is_due = 2 * state.shared > state.shares.len();
+        let released = is_due.then(|| state.collect(&self.words));
+        drop(state);
         drop(released);
     }
 

@@ -1,6 +1,8 @@
 //! Server and client in one process. The conformance suite covers other processes and their deaths,
 //! and memory in pieces.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -17,7 +19,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::peer::Process;
 use crate::ipc::{AccessPolicy, Address, ClientSession, IpcServer, Kind};
 use crate::lend::session::LendSession;
-use crate::lend::share_words::SLOTS;
+use crate::lend::share_words::{SLOTS, slot};
 use crate::wait::Wait;
 use crate::{Device, OpenOptions, Stream};
 
@@ -507,7 +509,7 @@ fn a_client_that_is_admitted_when_the_server_has_given_up_its_shares_opens_none(
     let range = (tensor.ptr, BYTES);
     // SAFETY: the memory is freed by its owner's drop.
     let shared = unsafe { shares.share(&stream, range, Access::ReadWrite, Box::new(tensor)) };
-    let number = shared.unwrap().0;
+    let number = shared.unwrap();
     // As the drop of an `AllocationServer` does, if it did not close the name before.
     assert!(shares.has_ended(server.server_core().reactor()));
     let client = another_client(&stage.domain, "ending", &stage.device);
@@ -550,6 +552,32 @@ fn memory_that_cannot_be_shared_is_refused_and_its_owner_dropped() {
     };
     assert!(matches!(empty, Err(Error::Argument { .. })), "{empty:?}");
     assert_eq!(stage.server.stats().unclaimed, 0);
+}
+
+#[test]
+fn an_owner_whose_drop_panics_leaves_no_share_whose_number_is_lost() {
+    struct Panicking;
+    impl Drop for Panicking {
+        fn drop(&mut self) {
+            panic!("an owner's drop");
+        }
+    }
+    let stage = Stage::new("panics");
+    let stream = stage.device.stream().unwrap();
+    let tensor = Tensor::new(&stage.device, b"kept", &stream).0;
+    stream.synchronize(WAIT).unwrap();
+    let share = |owner: Box<dyn Any + Send>| {
+        let (server, access) = (&stage.server, Access::ReadWrite);
+        // SAFETY: the tensor lives until the end of this test, behind all uses.
+        unsafe { server.share(&stream, tensor.ptr, BYTES, access, owner) }.unwrap()
+    };
+    let (client, first) = (stage.client(), share(Box::new(Panicking)));
+    assert!(claims(&client, first));
+    let released = client.session.words().word(slot(first) as usize);
+    released.store(first);
+    // The thread that looks now and then may be the first.
+    let second = catch_unwind(AssertUnwindSafe(|| share(Box::new(()))));
+    assert_eq!(stage.server.stats().unclaimed, second.iter().count());
 }
 
 #[test]
