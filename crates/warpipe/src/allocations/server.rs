@@ -112,8 +112,8 @@ impl AllocationServer {
             return Err(Error::argument("bytes", bytes, "at least 1"));
         }
         stream.check_usable(shares.device())?;
-        // Here and not by the reaper, beside which an owner of an interpreter would have to wait for
-        // this thread's call to end. First: a drop that panics leaves no share without its number.
+        // Here and not by the reaper, beside which an owner of an interpreter would have to wait
+        // for this thread's call. First: a drop that panics leaves no share without its number.
         shares.drop_released();
         // SAFETY: the caller's promise.
         unsafe { shares.share(stream, (ptr, bytes), access, owner) }
