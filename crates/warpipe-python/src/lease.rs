@@ -265,7 +265,7 @@ impl Lease {
 
     /// Lends memory for the result, to be filled in place: see ``Output``. In ``with
     /// lease.output(shape, dtype) as out:`` the end of the block completes the job with it; without
-    /// ``with``, ``lease.complete(None, out)`` does.
+    /// ``with``, ``lease.complete(out)`` does.
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
     /// ``DeviceMemoryError``, ``ReleasedError``.

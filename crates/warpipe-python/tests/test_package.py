@@ -236,7 +236,7 @@ WITHOUT_COUNTERPART = {
     "PeerCredentials": "of `policy_of`, which would run Python where subscribers are accepted",
     **dict.fromkeys(["Kernel", "KernelLaunch", "HostKernel"], "kernels are the frameworks'"),
     "AllocationStats": "in warpipe.torch",
-    **dict.fromkeys(["LegacyInfo", "PublisherInfo", "RingInfo", "SampleInfo", "SemaphoreState", "TicketInfo"], "attributes of the object"),
+    **dict.fromkeys(["LegacyInfo", "PublisherInfo", "PublisherStats", "RingInfo", "SampleInfo", "SemaphoreState", "TicketInfo"], "attributes of the object"),
     **dict.fromkeys(["Returned", "Unanswered"], "what comes back from a call that failed"),
     "lay_out_parts": "for the bridge",
     **dict.fromkeys(["PARTS_MAX", "PART_NAME_BYTES_MAX"], "limits that the messages say"),
