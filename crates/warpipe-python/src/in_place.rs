@@ -17,6 +17,7 @@ use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::LibraryHeld;
 use crate::source::{Source, SourceLocation};
+use crate::thread_exit::prepare_exit;
 use crate::torch_allocator;
 
 /// Whether a tensor is to be sent in place.
@@ -33,6 +34,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ZeroCopy {
     type Error = PyErr;
 
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<ZeroCopy> {
+        prepare_exit();
         if let Ok(wanted) = found.cast::<PyBool>() {
             return Ok(if wanted.is_true() {
                 ZeroCopy::Try

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyMemoryView};
 
 use crate::errors::Fault;
+use crate::thread_exit::prepare_exit;
 
 /// The most bytes of metadata of a frame. A job's takes fewer: the queue's own takes a part.
 const BYTES_MAX: usize = 4096;
@@ -24,6 +25,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Metadata {
     type Error = PyErr;
 
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Metadata> {
+        prepare_exit();
         let bytes = match found.cast::<PyBytes>() {
             Ok(bytes) => bytes.as_bytes().to_vec(),
             Err(_) => {

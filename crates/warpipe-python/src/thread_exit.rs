@@ -60,8 +60,8 @@ thread_local! {
     static REGISTERED: OnceCell<Registered> = const { OnceCell::new() };
 }
 
-/// Each thread calls this before it calls Python from here. After the first call it costs one
-/// check.
+/// Each thread calls this before it calls Python from here, also where an argument converts itself.
+/// After the first call it costs one check.
 pub fn prepare_exit() {
     // A thread that is past its own end makes no calls.
     let _ = REGISTERED.try_with(|registered| registered.get_or_init(Registered::new).0);

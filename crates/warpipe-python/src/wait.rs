@@ -11,6 +11,7 @@ use warpipe::{Error, Wait};
 
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
+use crate::thread_exit::prepare_exit;
 
 /// How long a signal may go unseen.
 pub const SLICE: Duration = Duration::from_millis(50);
@@ -32,6 +33,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Limit {
     type Error = PyErr;
 
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Limit> {
+        prepare_exit();
         Ok(Limit(optional(found.extract()?, "the limit")?))
     }
 }

@@ -24,6 +24,7 @@ use crate::memory::Memory;
 use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range};
 use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
+use crate::thread_exit::prepare_exit;
 use crate::view::View;
 use crate::wait::{Limit, waiting};
 use crate::weights::{LOOK, PublishedWeights, SharedWeights};
@@ -197,6 +198,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Base {
     type Error = PyErr;
 
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Base> {
+        prepare_exit();
         if let Ok(published) = found.cast::<PublishedWeights>() {
             return Ok(Base::Held(published.get().as_base()?));
         }

@@ -142,6 +142,19 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """)
 
 
+def test_a_thread_that_converts_an_argument_of_its_first_call_is_stopped_at_the_end(tmp_path, device):
+    ends(tmp_path, device, """
+begun = threading.Event()
+class Metadata(dict):
+    def items(self):
+        begun.set()
+        while True:
+            time.sleep(0.001)
+threading.Thread(target=lambda: publisher.send(b"x", metadata=Metadata(a=1)), daemon=True).start()
+begun.wait()
+""")
+
+
 def test_another_interpreter_of_the_process_is_refused_in_words():
     interpreters = pytest.importorskip("_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters")
     program = f"""
