@@ -120,7 +120,7 @@ enum What {
     Placement,
     /// CPU time of a hand-over that is counted in the statistics page, beside one that is not
     Statistics,
-    /// Many tensors of a version, names of a domain, engines of one name of weights: the cost of each
+    /// The cost of a further tensor of a version, name of a domain, and engine that follows a name
     Growth,
 }
 

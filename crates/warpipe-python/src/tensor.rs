@@ -369,7 +369,7 @@ impl Tensor {
     }
 }
 
-/// A tensor whose memory is given up by a call, or at the end of a ``with`` block: the base of
+/// A tensor of memory given up by a call, or at the end of a ``with`` block: the base of
 /// ``Sample``, ``Part`` and ``View``.
 #[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "_Held")]
 #[derive(Debug)]

@@ -231,7 +231,7 @@ class _Tensor:
     def __enter__(self) -> Self: ...
 
 class _Held(_Tensor):
-    """A tensor whose memory is given up by a call, or at the end of a ``with`` block: the base of
+    """A tensor of memory given up by a call, or at the end of a ``with`` block: the base of
     ``Sample``, ``Part`` and ``View``.
     """
     def release(self, *, stream: _StreamLike | None = None) -> None:

@@ -55,7 +55,8 @@ struct Inner {
 }
 
 impl AllocationServer {
-    /// Takes the name and serves it. An admitted user can open each share once, as this user can.
+    /// Takes the name and serves it. An admitted user can open each share once, as this user can, and
+    /// can end shares that no process has open.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::File`], [`Error::Driver`].

@@ -155,7 +155,7 @@ impl Semaphore {
     ///
     /// **Every member can write the semaphore's page.** A wrong one can take permits that are not
     /// its own, let in more than the maximum, and starve the others; it cannot hang their streams,
-    /// or damage anything else of theirs. Admit users whose use of the semaphore you trust, and
+    /// or damage anything else of theirs. Admit users that you trust to use it rightly, and
     /// give the others one of their own.
     ///
     /// It costs a sealed memfd of 24 to 84 KiB, registered with its device (`cuMemHostRegister`),
