@@ -154,7 +154,7 @@ impl OurProducer {
         let device = Device::host();
         let options = PublisherOptions {
             depth: DEPTH as u32,
-            ..PublisherOptions::at(domain, &device)
+            ..domain.on(&device)
         };
         let publisher = Publisher::new(name, options)?;
         let stream = device.stream()?;
@@ -178,7 +178,7 @@ pub struct OurConsumer {
 impl OurConsumer {
     pub fn new(domain: &Domain, name: &str, wait: Wait) -> anyhow::Result<OurConsumer> {
         let device = Device::host();
-        let subscriber = Subscriber::open(name, SubscriberOptions { spin: Duration::ZERO, ..SubscriberOptions::at(domain, &device) }, PATIENCE)?;
+        let subscriber = Subscriber::open(name, SubscriberOptions { spin: Duration::ZERO, ..domain.on(&device) }, PATIENCE)?;
         let stream = device.stream()?;
         Ok(OurConsumer {
             subscriber,

@@ -6,10 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use warpipe::nvtx::{State, state};
-use warpipe::{
-    Device, Domain, Layout, Publisher, PublisherOptions, Queue, QueueOptions, Subscriber,
-    SubscriberOptions, Worker, WorkerOptions,
-};
+use warpipe::{Device, Domain, Layout, Publisher, Queue, Subscriber, Worker};
 use warpipe_testkit::{TempDir, temporary_folder, this_program};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -110,9 +107,8 @@ fn names(threads: &HashMap<String, Vec<String>>) -> Vec<String> {
 #[ignore = "run by the cases, in a process of its own"]
 fn child() {
     let (domain, device) = (Domain::from_environment().unwrap(), Device::host());
-    let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device)).unwrap();
-    let mut subscriber =
-        Subscriber::open("a", SubscriberOptions::at(&domain, &device), Duration::ZERO).unwrap();
+    let publisher = Publisher::new("a", domain.on(&device)).unwrap();
+    let mut subscriber = Subscriber::open("a", domain.on(&device), Duration::ZERO).unwrap();
     let (sending, receiving) = (device.stream().unwrap(), device.stream().unwrap());
     publisher.send_bytes(&sending, b"one").unwrap();
     publisher
@@ -124,9 +120,8 @@ fn child() {
     let second = subscriber.receive(&receiving, LIMIT).unwrap();
     assert_eq!(first.to_vec(LIMIT).unwrap(), b"one");
     second.finish(LIMIT).unwrap();
-    let queue = Queue::new("jobs", QueueOptions::at(&domain, &device)).unwrap();
-    let mut worker =
-        Worker::open("jobs", WorkerOptions::at(&domain, &device), Duration::ZERO).unwrap();
+    let queue = Queue::new("jobs", domain.on(&device)).unwrap();
+    let mut worker = Worker::open("jobs", domain.on(&device), Duration::ZERO).unwrap();
     let job = queue.submit_bytes(b"three", &sending).unwrap();
     worker
         .lease(&receiving, LIMIT)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use warpipe::{DeviceId, Memory, PublishOptions, Ticket};
+use warpipe::{DeviceId, Memory, Ticket};
 use warpipe_bench::raw;
 use warpipe_testkit::figure::{Figure, Wanted, median};
 
@@ -68,7 +68,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 pub fn offer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let memory = Memory::allocate(&device, terms.bytes)?;
-    let published = memory.publish("attach", PublishOptions::at(&domain))?;
+    let published = memory.publish("attach", domain.options())?;
     let (ticket, info) = (published.ticket(..)?, memory.info());
     control.send(&Offer {
         ticket,

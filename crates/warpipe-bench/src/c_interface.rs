@@ -10,9 +10,7 @@ use std::ptr::null_mut;
 use std::time::Instant;
 
 use anyhow::ensure;
-use warpipe::{
-    DType, DeviceKind, Layout, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions,
-};
+use warpipe::{DType, DeviceKind, Layout, Publisher, PublisherOptions, Stream, Subscriber};
 use warpipe_c::warpipe_status::WARPIPE_OK;
 use warpipe_c::{
     warpipe_device, warpipe_domain, warpipe_layout, warpipe_loan, warpipe_publisher,
@@ -73,12 +71,12 @@ impl Rust {
         let name = "bench/c/rust";
         let options = PublisherOptions {
             depth: 2 * BURST as u32,
-            ..PublisherOptions::at(&setup.domain, &setup.device)
+            ..setup.domain.on(&setup.device)
         };
         let publisher = Publisher::new(name, options)?;
         let subscriber = Subscriber::open(
             name,
-            SubscriberOptions::at(&setup.domain, &setup.device),
+            setup.domain.on(&setup.device),
             std::time::Duration::ZERO,
         )?;
         publisher.wait_for_subscribers(1, PATIENCE)?;

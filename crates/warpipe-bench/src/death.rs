@@ -12,10 +12,7 @@ use anyhow::{Context, bail, ensure};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use warpipe::clock::now_ns;
-use warpipe::{
-    Error, Layout, Loss, NameFault, PeerState, Publisher, PublisherOptions, Subscriber,
-    SubscriberOptions,
-};
+use warpipe::{Error, Layout, Loss, NameFault, PeerState, Publisher, PublisherOptions, Subscriber};
 use warpipe_testkit::figure::{Figure, Quantiles, Wanted};
 use warpipe_testkit::wait_readable;
 
@@ -308,7 +305,7 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
     let publisher = publisher_once_free(PublisherOptions {
         memory_limit: MEMORY_BYTES,
         loan_timeout: PATIENCE,
-        ..PublisherOptions::at(&setup.domain, &setup.device)
+        ..setup.domain.on(&setup.device)
     })?;
     let peer = PeerProcess::start(&Role::Victim(Terms {
         place: setup.place(),
@@ -377,11 +374,7 @@ fn publisher_once_free(options: PublisherOptions) -> anyhow::Result<Publisher> {
 
 fn subscriber(place: &BenchDomain) -> anyhow::Result<Subscriber> {
     let (device, domain) = place.open()?;
-    Ok(Subscriber::open(
-        NAME,
-        SubscriberOptions::at(&domain, &device),
-        PATIENCE,
-    )?)
+    Ok(Subscriber::open(NAME, domain.on(&device), PATIENCE)?)
 }
 
 /// The victim's part, up to its death.
@@ -425,7 +418,7 @@ fn fork_unseen() -> anyhow::Result<i32> {
 
 fn publish(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
-    let publisher = publisher_once_free(PublisherOptions::at(&domain, &device))?;
+    let publisher = publisher_once_free(domain.on(&device))?;
     control.send(&())?;
     control.hear::<()>()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;

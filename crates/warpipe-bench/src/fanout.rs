@@ -5,10 +5,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{
-    DType, Device, DeviceId, Layout, Publisher, PublisherOptions, Stream, Subscriber,
-    SubscriberOptions,
-};
+use warpipe::{DType, Device, DeviceId, Layout, Publisher, PublisherOptions, Stream, Subscriber};
 use warpipe_bench::raw::{Memory, Words, enqueue};
 use warpipe_testkit::figure::{Figure, Wanted};
 
@@ -82,7 +79,7 @@ pub fn measure(
     let memory = Memory::allocate(&setup.device, u64::from(IN_FLIGHT) * SLOT_BYTES)?;
     let options = PublisherOptions {
         depth: IN_FLIGHT,
-        ..PublisherOptions::at(&setup.domain, &setup.device)
+        ..setup.domain.on(&setup.device)
     };
     let publisher = Publisher::new(NAME, options)?;
     let rounds = setup.rounds();
@@ -238,11 +235,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let words = Words::open(&device, control.receive_fd()?, 2 * terms.subscribers)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let memory = Memory::import(&device, control.receive_fd()?, bytes, owner)?;
-    let subscriber = Subscriber::open(
-        NAME,
-        SubscriberOptions::at(&domain, &device),
-        std::time::Duration::ZERO,
-    )?;
+    let subscriber = Subscriber::open(NAME, domain.on(&device), std::time::Duration::ZERO)?;
     let errors = Words::create(&device, 1)?;
     let stream = device.stream()?;
     let mut sink = Sink {

@@ -65,7 +65,7 @@ fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Me
     let device = Device::host();
     let options = PublisherOptions {
         depth: DEPTH as u32,
-        ..PublisherOptions::at(&setup.domain, &device)
+        ..setup.domain.on(&device)
     };
     let publisher = Publisher::new(NAME, options)?;
     let (mut partners, mut doorbells) = (Vec::new(), Vec::new());
@@ -174,7 +174,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
 fn read(terms: &Terms, mut ring: Ring<'_>, device: &Device, domain: &Domain) -> anyhow::Result<()> {
     let options = SubscriberOptions {
         spin: SPIN,
-        ..SubscriberOptions::at(domain, device)
+        ..domain.on(device)
     };
     let mut subscriber = Subscriber::open(NAME, options, Duration::ZERO)?;
     let stream = device.stream()?;

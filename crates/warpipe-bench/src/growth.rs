@@ -6,10 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use serde::{Deserialize, Serialize};
-use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, Weights};
-use warpipe::{
-    DType, Layout, OpenOptions, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
-};
+use warpipe::weights::{Keeper, SharedWeights, Weights};
+use warpipe::{DType, Layout, Publisher, Subscriber, SubscriberOptions};
 use warpipe_testkit::figure::{Figure, Wanted, median};
 
 use super::Role;
@@ -125,7 +123,7 @@ fn tensors(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()>
             )
         })
         .collect();
-    let keeper = Keeper::new(&name, KeeperOptions::at(&setup.domain))?;
+    let keeper = Keeper::new(&name, setup.domain.options())?;
     let each = |taken: Duration| taken.as_secs_f64() * 1e6 / count as f64;
     let (mut publish, mut open, mut memory) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..setup.rounds().min(3) {
@@ -189,7 +187,7 @@ fn names(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()> {
     let (mut open, mut list) = (Vec::new(), Vec::new());
     for round in 0..=setup.rounds() {
         let number = (count - 1) * round / (setup.rounds() + 1);
-        let options = SubscriberOptions::at(&setup.domain, &setup.device);
+        let options: SubscriberOptions = setup.domain.on(&setup.device);
         let start = Instant::now();
         let subscriber = Subscriber::open(&name_of(number), options, Duration::ZERO)?;
         let opened = start.elapsed().as_secs_f64() * 1e6;
@@ -238,7 +236,7 @@ pub fn own(terms: &NamesTerms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let (before, start) = (footprint()?, Instant::now());
     let publishers = (terms.first..terms.first + terms.count)
-        .map(|number| Publisher::new(&name_of(number), PublisherOptions::at(&domain, &device)))
+        .map(|number| Publisher::new(&name_of(number), domain.on(&device)))
         .collect::<warpipe::Result<Vec<_>>>()?;
     let (took, after) = (start.elapsed(), footprint()?);
     let each = |sum: f64| sum / terms.count as f64;
@@ -255,7 +253,7 @@ pub fn own(terms: &NamesTerms, control: &Control) -> anyhow::Result<()> {
 /// Processes that follow one name: the time until all have a new version, for each.
 fn engines(setup: &Setup, count: usize, table: &mut Table) -> anyhow::Result<()> {
     let name = format!("growth/engines-{count}");
-    let keeper = Keeper::new(&name, KeeperOptions::at(&setup.domain))?;
+    let keeper = Keeper::new(&name, setup.domain.options())?;
     let layout = Layout::contiguous(DType::F32, &[ELEMENTS])?;
     let publish = || -> anyhow::Result<_> {
         let builder = Weights::builder(&setup.device, [("weight", layout)])?;
@@ -302,7 +300,7 @@ pub fn follow(terms: &EngineTerms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let stream = device.stream()?;
     let (before, start) = (footprint()?, Instant::now());
-    let shared = SharedWeights::open(&terms.name, OpenOptions::at(&domain, &device), PATIENCE)?;
+    let shared = SharedWeights::open(&terms.name, domain.on(&device), PATIENCE)?;
     let us = start.elapsed().as_secs_f64() * 1e6;
     control.send(&Opened {
         us,

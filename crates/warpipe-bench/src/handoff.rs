@@ -152,7 +152,7 @@ pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
         depth: terms.depth,
         memory_limit: limit,
         loan_timeout: PATIENCE,
-        ..PublisherOptions::at(&setup.domain, &setup.device)
+        ..setup.domain.on(&setup.device)
     };
     let publisher = Publisher::new("bench/ping", options)?;
     control.send(&())?;
@@ -209,7 +209,7 @@ pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Resul
         name,
         SubscriberOptions {
             spin: std::time::Duration::from_micros(spin),
-            ..SubscriberOptions::at(domain, device)
+            ..domain.on(device)
         },
         PATIENCE,
     )?)
@@ -330,7 +330,7 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let layout = Layout::contiguous(DType::F32, &[FLOATS])?;
     let options = PublisherOptions {
         depth: terms.depth,
-        ..PublisherOptions::at(&domain, &device)
+        ..domain.on(&device)
     };
     let publisher = Publisher::new("bench/pong", options)?;
     control.hear::<()>()?;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::time::{ClockId, clock_gettime};
-use warpipe::{Error, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+use warpipe::{Error, Publisher, Subscriber};
 use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;
@@ -19,7 +19,7 @@ const PERCENT_MAX: f64 = 0.02;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let wait = Duration::from_millis(if setup.quick { 500 } else { 2_000 });
-    let _publisher = Publisher::new(NAME, PublisherOptions::at(&setup.domain, &setup.device))?;
+    let _publisher = Publisher::new(NAME, setup.domain.on(&setup.device))?;
     let peer = PeerProcess::start(&Role::Idle(setup.place()))?;
     peer.control.send(&wait)?;
     let (asleep, waiting): (f64, f64) = peer.control.hear()?;
@@ -58,11 +58,7 @@ pub fn sleep(place: &BenchDomain, control: &Control) -> anyhow::Result<()> {
         )?;
         Ok(())
     })?;
-    let mut subscriber = Subscriber::open(
-        NAME,
-        SubscriberOptions::at(&domain, &device),
-        Duration::ZERO,
-    )?;
+    let mut subscriber = Subscriber::open(NAME, domain.on(&device), Duration::ZERO)?;
     let waiting = percent(|| match subscriber.receive(&stream, wait) {
         Err(Error::Timeout { .. }) => Ok(()),
         other => anyhow::bail!("{other:?} instead of nothing"),

@@ -12,9 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use warpipe::{
-    Access, Device, DeviceId, DevicePtr, Domain, KernelRing, KernelRingOptions, OpenOptions, Stream,
-};
+use warpipe::{Access, Device, DeviceId, DevicePtr, Domain, KernelRing, KernelRingOptions, Stream};
 use warpipe_bench::raw::Memory;
 use warpipe_cli::device_arg::DeviceArg;
 use warpipe_kernels::ring::{self, Bare, Items};
@@ -341,17 +339,13 @@ fn create(
             slot_bytes,
             depth,
             allow_time_slices: true,
-            ..KernelRingOptions::at(domain, device)
+            ..domain.on(device)
         },
     )?)
 }
 
 fn open(domain: &Domain, device: &Device, name: &str) -> anyhow::Result<KernelRing> {
-    Ok(KernelRing::open(
-        name,
-        OpenOptions::at(domain, device),
-        PATIENCE,
-    )?)
+    Ok(KernelRing::open(name, domain.on(device), PATIENCE)?)
 }
 
 /// One process's end of both.

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use warpipe::{
-    DType, Device, Domain, Error, Layout, Publisher, PublisherOptions, Queue, QueueOptions,
-    ResultOrder, Stream, Subscriber, Worker, WorkerOptions,
+    DType, Device, Domain, Error, Layout, Publisher, Queue, QueueOptions, ResultOrder, Stream,
+    Subscriber, Worker, WorkerOptions,
 };
 use warpipe_testkit::figure;
 use warpipe_testkit::figure::{Figure, Wanted};
@@ -72,10 +72,10 @@ fn round_trip(setup: &Setup) -> anyhow::Result<Figure> {
         trips,
     }))?;
     let (device, domain) = (&setup.device, &setup.domain);
-    let publisher = Publisher::new(PING, PublisherOptions::at(domain, device))?;
+    let publisher = Publisher::new(PING, domain.on(device))?;
     let options = QueueOptions {
         spin: spin(device),
-        ..QueueOptions::at(domain, device)
+        ..domain.on(device)
     };
     let queue = Queue::new(QUEUE, options)?;
     peer.control.send(&())?;
@@ -171,7 +171,7 @@ fn answer(
 ) -> anyhow::Result<()> {
     let (device, domain) = place.open()?;
     let stream = device.stream()?;
-    let pong = Publisher::new(PONG, PublisherOptions::at(&domain, &device))?;
+    let pong = Publisher::new(PONG, domain.on(&device))?;
     control.hear::<()>()?;
     let mut ping = subscriber(PING, &domain, &device)?;
     let mut worker = worker(QUEUE, &domain, &device)?;
@@ -206,7 +206,7 @@ fn worker(queue: &str, domain: &Domain, device: &Device) -> anyhow::Result<Worke
         WorkerOptions {
             answer_timeout: PATIENCE,
             spin: spin(device),
-            ..WorkerOptions::at(domain, device)
+            ..domain.on(device)
         },
         PATIENCE,
     )?)
@@ -238,7 +238,7 @@ fn workers_rate(setup: &Setup, workers: usize, jobs: usize) -> anyhow::Result<Ve
     let (device, domain) = (&setup.device, &setup.domain);
     let options = QueueOptions {
         order: ResultOrder::Completion,
-        ..QueueOptions::at(domain, device)
+        ..domain.on(device)
     };
     let queue = Queue::new(WORKERS, options)?;
     let terms = || {

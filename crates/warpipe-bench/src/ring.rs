@@ -190,7 +190,7 @@ fn publisher(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Pub
         name,
         PublisherOptions {
             depth: DEPTH as u32,
-            ..PublisherOptions::at(domain, device)
+            ..domain.on(device)
         },
     )?)
 }
@@ -210,7 +210,7 @@ fn subscriber(
         name,
         SubscriberOptions {
             spin,
-            ..SubscriberOptions::at(domain, device)
+            ..domain.on(device)
         },
         PATIENCE,
     )?)

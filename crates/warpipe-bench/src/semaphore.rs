@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use warpipe::{Access, CreateOptions, Device, DeviceId, Domain, OpenOptions, Semaphore, Stream};
+use warpipe::{Access, Device, DeviceId, Domain, Semaphore, Stream};
 use warpipe_bench::raw::{Memory, SharedMemory};
 use warpipe_testkit::figure::{Figure, Wanted};
 
@@ -45,13 +45,8 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 fn uncontended(setup: &Setup) -> anyhow::Result<Figure> {
-    let options = CreateOptions::at(&setup.domain, &setup.device);
-    let _creator = Semaphore::new(NAME, 1, options)?;
-    let member = Semaphore::open(
-        NAME,
-        OpenOptions::at(&setup.domain, &setup.device),
-        Duration::ZERO,
-    )?;
+    let _creator = Semaphore::new(NAME, 1, setup.domain.on(&setup.device))?;
+    let member = Semaphore::open(NAME, setup.domain.on(&setup.device), Duration::ZERO)?;
     let memory = SharedMemory::create(1)?;
     let [word, ..] = memory.line(0);
     let pairs = setup.times(200_000) as u64;
@@ -103,7 +98,7 @@ fn handed_over(setup: &Setup) -> anyhow::Result<Figure> {
         trips: setup.times(2_000) as u64,
         spins: setup.times(40) as u64,
     };
-    let _creator = Semaphore::new(NAME, 1, CreateOptions::at(&setup.domain, &setup.device))?;
+    let _creator = Semaphore::new(NAME, 1, setup.domain.on(&setup.device))?;
     let (flag, board) = (
         Memory::allocate(&setup.device, 8)?,
         SharedMemory::create(1)?,
@@ -190,7 +185,7 @@ impl End {
         parity: u64,
     ) -> anyhow::Result<End> {
         Ok(End {
-            semaphore: Semaphore::open(NAME, OpenOptions::at(domain, device), Duration::ZERO)?,
+            semaphore: Semaphore::open(NAME, domain.on(device), Duration::ZERO)?,
             stream: device.stream()?,
             cell: Memory::allocate(device, 8)?,
             flag,

@@ -11,10 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use warpipe::backend::testing::{Counting, Wrapped};
-use warpipe::{
-    DType, Device, Domain, Layout, Publisher, PublisherOptions, Stream, Subscriber,
-    SubscriberOptions,
-};
+use warpipe::{DType, Device, Domain, Layout, Publisher, PublisherOptions, Stream, Subscriber};
 use warpipe_bench::raw::{Words, enqueue};
 use warpipe_testkit::figure::{Figure, Quantiles, Wanted, median};
 
@@ -111,16 +108,10 @@ impl SendBench {
         let depth = 2 * BURST as u32;
         let options = PublisherOptions {
             depth,
-            ..PublisherOptions::at(domain, device)
+            ..domain.on(device)
         };
         let publisher = Publisher::new(NAME, options)?;
-        let subscriber = |_| {
-            Subscriber::open(
-                NAME,
-                SubscriberOptions::at(domain, device),
-                std::time::Duration::ZERO,
-            )
-        };
+        let subscriber = |_| Subscriber::open(NAME, domain.on(device), std::time::Duration::ZERO);
         let subscribers = (0..subscribers)
             .map(subscriber)
             .collect::<warpipe::Result<Vec<_>>>()?;

@@ -12,10 +12,7 @@ use anyhow::ensure;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 use warpipe::statistics::Observer;
-use warpipe::{
-    DType, Device, Domain, Layout, Publisher, PublisherOptions, Stream, Subscriber,
-    SubscriberOptions,
-};
+use warpipe::{DType, Device, Domain, Layout, Publisher, PublisherOptions, Stream, Subscriber};
 use warpipe_cli::device_arg::DeviceArg;
 use warpipe_testkit::figure::{Figure, Wanted, median};
 
@@ -141,14 +138,10 @@ impl Pair {
     fn open(device: &Device, domain: &Domain, name: &str) -> anyhow::Result<Pair> {
         let options = PublisherOptions {
             depth: 2 * BURST as u32,
-            ..PublisherOptions::at(domain, device)
+            ..domain.on(device)
         };
         let publisher = Publisher::new(name, options)?;
-        let subscriber = Subscriber::open(
-            name,
-            SubscriberOptions::at(domain, device),
-            std::time::Duration::ZERO,
-        )?;
+        let subscriber = Subscriber::open(name, domain.on(device), std::time::Duration::ZERO)?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         let mut pair = Pair {
             stream: device.stream()?,

@@ -10,7 +10,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use warpipe::OptionalExtension;
-use warpipe::{DType, Layout, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions};
+use warpipe::{DType, Layout, Publisher, PublisherOptions, Stream, Subscriber};
 use warpipe_testkit::figure::{Figure, Quantiles, median};
 
 use super::Role;
@@ -92,7 +92,7 @@ fn measure(setup: &Setup, count: usize) -> anyhow::Result<Vec<Figure>> {
     let options = PublisherOptions {
         depth: 2 * BURST as u32,
         subscribers_max: 4 * limit,
-        ..PublisherOptions::at(&setup.domain, &setup.device)
+        ..setup.domain.on(&setup.device)
     };
     let publisher = Publisher::new(NAME, options)?;
     let peer = PeerProcess::start(&Role::Subscribers(Terms {
@@ -218,11 +218,7 @@ pub fn live(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let before = footprint()?;
     for _ in 0..terms.subscribers {
         let start = Instant::now();
-        let subscriber = Subscriber::open(
-            NAME,
-            SubscriberOptions::at(&domain, &device),
-            Duration::ZERO,
-        )?;
+        let subscriber = Subscriber::open(NAME, domain.on(&device), Duration::ZERO)?;
         ns.push(start.elapsed().as_nanos() as u64);
         subscribers.push(subscriber);
     }

@@ -13,7 +13,7 @@ use anyhow::{Context, anyhow, ensure};
 use clap::Parser;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
-use warpipe::{Device, Domain, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions};
+use warpipe::{Device, Domain, Publisher, PublisherOptions, Stream, Subscriber};
 use warpipe_bench::PATIENCE;
 use warpipe_bench::peer_process::{Control, PeerProcess};
 use warpipe_bridge::{Bridge, Options};
@@ -197,7 +197,7 @@ fn measure(terms: &Terms) -> anyhow::Result<Vec<Figure>> {
                 &name,
                 PublisherOptions {
                     depth: case.depth(),
-                    ..PublisherOptions::at(&domain, &device)
+                    ..domain.on(&device)
                 },
             )
         };
@@ -399,11 +399,7 @@ fn receive_all(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let items = zenoh.declare_subscriber(KEY).wait();
     let items = items.map_err(|e| anyhow!("{e}"))?;
     let attach = |name: &str, domain: &Path| {
-        Subscriber::open(
-            name,
-            SubscriberOptions::at(&Domain::at(domain)?, &device),
-            PATIENCE,
-        )
+        Subscriber::open(name, Domain::at(domain)?.on(&device), PATIENCE)
     };
     for case in &terms.cases {
         let [exported, local] = case.names();

@@ -6,10 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use warpipe::{
-    DeviceKind, Error as Local, ErrorKind, Layout, Loss, Sample, Stream, Subscriber,
-    SubscriberOptions,
-};
+use warpipe::{DeviceKind, Error as Local, ErrorKind, Layout, Loss, Sample, Stream, Subscriber};
 
 use crate::error::{Error, Result};
 use crate::lane::{Content, LaneCounts, LaneSender, Outgoing, SLICE};
@@ -102,11 +99,8 @@ impl Export {
 
     fn export(&self) -> Result<End> {
         let device = &self.options.device;
-        let mut subscriber = Subscriber::open(
-            &self.name,
-            SubscriberOptions::at(&self.options.domain, device),
-            Duration::ZERO,
-        )?;
+        let mut subscriber =
+            Subscriber::open(&self.name, self.options.domain.on(device), Duration::ZERO)?;
         let generation = subscriber.publisher_source().unwrap_or_default();
         let (name, lane) = (self.name.clone(), self.sender.lane);
         let purpose = Purpose::Samples { name, generation };
@@ -480,7 +474,7 @@ impl AsRef<[u8]> for SlotBytes {
 
 #[cfg(test)]
 mod tests {
-    use warpipe::{Device, Domain, Memory, PublishOptions, Publisher, PublisherOptions};
+    use warpipe::{Device, Domain, Memory, Publisher};
 
     use super::*;
 
@@ -490,13 +484,10 @@ mod tests {
         let domain = Domain::at(folder.path().join("domain")).unwrap();
         let device = Device::host();
         let stream = device.stream().unwrap();
-        let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device)).unwrap();
-        let subscriber = SubscriberOptions::at(&domain, &device);
-        let mut subscriber = Subscriber::open("a", subscriber, Duration::ZERO).unwrap();
+        let publisher = Publisher::new("a", domain.on(&device)).unwrap();
+        let mut subscriber = Subscriber::open("a", domain.on(&device), Duration::ZERO).unwrap();
         let memory = Memory::allocate(&device, 8192).unwrap();
-        let memory = memory
-            .publish("memory", PublishOptions::at(&domain))
-            .unwrap();
+        let memory = memory.publish("memory", domain.options()).unwrap();
         let [few, many] = [100, 8192].map(|bytes| Layout::bytes_only(bytes).unwrap());
         let mut loan = publisher.loan_parts(&[("copied", few)]).unwrap();
         loan.add_part_in("in place", &memory, 0, &many, ()).unwrap();

@@ -8,9 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use warpipe::{
-    DType, Device, Domain, Layout, Subscriber, SubscriberOptions, Worker, WorkerOptions,
-};
+use warpipe::{DType, Device, Domain, Layout, Subscriber, Worker};
 use zenoh::Wait;
 use zenoh::bytes::ZBytes;
 use zenoh::sample::Sample;
@@ -374,12 +372,8 @@ fn samples_that_come_in_one_part_are_published_one_by_one_for_one_credit() {
     let peer = world.peer(1);
     let lane = peer.begun("from/several");
     let device = Device::host();
-    let mut subscriber = Subscriber::open(
-        "from/several",
-        SubscriberOptions::at(&world.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let mut subscriber =
+        Subscriber::open("from/several", world.domain.on(&device), Duration::ZERO).unwrap();
     let stream = device.stream().unwrap();
     // Some of 70,000 bytes: Zenoh cuts such a message into pieces of its own.
     let sizes: [u64; 6] = [1, 70_000, 0, 3, 70_000, 2];
@@ -792,12 +786,8 @@ fn a_peer_that_floods_keeps_no_other_one_waiting_and_the_bridge_can_end() {
     for number in 0..8 {
         let name = format!("from/kept-{number}");
         let lane = honest.begun(&name);
-        let mut subscriber = Subscriber::open(
-            &name,
-            SubscriberOptions::at(&world.domain, &Device::host()),
-            Duration::ZERO,
-        )
-        .unwrap();
+        let mut subscriber =
+            Subscriber::open(&name, world.domain.on(&Device::host()), Duration::ZERO).unwrap();
         let stream = Device::host().stream().unwrap();
         honest.sample(lane, 1, 1, 8, 8);
         let sample = subscriber.receive(&stream, LONG).unwrap();
@@ -840,12 +830,7 @@ fn a_lane_begins_again_once_what_came_on_the_one_before_is_published() {
     let peer = world.peer(1);
     let (device, name) = (Device::host(), "from/kept");
     let lane = peer.begun(name);
-    let mut subscriber = Subscriber::open(
-        name,
-        SubscriberOptions::at(&world.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let mut subscriber = Subscriber::open(name, world.domain.on(&device), Duration::ZERO).unwrap();
     for sequence in 1..=6 {
         peer.sample(lane, sequence, sequence, 8, 8);
     }
@@ -872,12 +857,7 @@ fn a_name_that_waits_long_for_device_memory_says_so_once_and_goes_on_when_there_
     let peer = world.peer(1);
     let (device, name, length) = (Device::host(), "from/large", 700_000);
     let lane = peer.begun(name);
-    let mut subscriber = Subscriber::open(
-        name,
-        SubscriberOptions::at(&world.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let mut subscriber = Subscriber::open(name, world.domain.on(&device), Duration::ZERO).unwrap();
     let stream = device.stream().unwrap();
     let mut received = |sequence| {
         peer.sample(lane, sequence, sequence, length, length as usize);
@@ -1000,12 +980,7 @@ fn an_exporter_that_gives_no_credit_holds_up_no_outcome_for_another_of_its_machi
         };
         peer.send_with(Message::Part(part), 8);
         let worker = worker.get_or_insert_with(|| {
-            Worker::open(
-                "work",
-                WorkerOptions::at(&world.domain, &device),
-                Duration::ZERO,
-            )
-            .unwrap()
+            Worker::open("work", world.domain.on(&device), Duration::ZERO).unwrap()
         });
         let lease = worker.lease(&stream, LONG).unwrap();
         lease.complete(None, &stream).unwrap();

@@ -185,7 +185,7 @@ impl Import {
                     policy: LocalPolicy::Block { timeout: SLICE },
                     loan_timeout: SLICE,
                     forwards: Some(generation),
-                    ..PublisherOptions::at(&options.domain, &options.device)
+                    ..options.domain.on(&options.device)
                 },
             )
         };

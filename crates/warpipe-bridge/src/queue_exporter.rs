@@ -238,7 +238,7 @@ impl QueueExport {
             WorkerOptions {
                 memory_limit: self.options.memory_limit,
                 answer_timeout: SLICE,
-                ..WorkerOptions::at(&self.options.domain, &self.options.device)
+                ..self.options.domain.on(&self.options.device)
             },
             Duration::ZERO,
         )?;
@@ -247,7 +247,7 @@ impl QueueExport {
 
     fn carry(&self, carrier: usize, lease: Lease, stream: &Stream) {
         let metadata = lease.metadata().to_vec();
-        let (input, answer) = lease.split();
+        let (input, answer) = (lease.input, lease.answer_handle);
         let number = NEXT_JOB.fetch_add(1, Ordering::Relaxed);
         let job = Arc::new(Job::new(answer));
         lock(&self.jobs).insert(number, job.clone());
@@ -661,7 +661,7 @@ fn try_reply(
 
 #[cfg(test)]
 mod tests {
-    use warpipe::{DType, Layout, Queue, QueueOptions};
+    use warpipe::{DType, Layout, Queue};
 
     use super::*;
     use crate::lane::ReceiveMemory;
@@ -695,13 +695,14 @@ mod tests {
         options.memory_limit = 2 << 20;
         let options = Arc::new(options);
         let (_session, outbox) = session::alone(&options);
-        let queue = Queue::new("work", QueueOptions::at(&options.domain, &options.device)).unwrap();
+        let queue = Queue::new("work", options.domain.on(&options.device)).unwrap();
         let stream = options.device.stream().unwrap();
         let _job = queue.submit_bytes(b"work", &stream).unwrap();
         let export = QueueExport::new("work", [2; 16], &options);
         let mut worker = export.worker().unwrap();
         let long = Duration::from_secs(300);
-        let (_input, answer) = worker.lease(&stream, long).unwrap().split();
+        let lease = worker.lease(&stream, long).unwrap();
+        let (_input, answer) = (lease.input, lease.answer_handle);
         let _full = answer
             .output(&Layout::bytes_only(2 << 20).unwrap())
             .unwrap();
@@ -765,7 +766,7 @@ mod tests {
         options.lease = 2 * SLICE;
         let options = Arc::new(options);
         let (_session, outbox) = session::alone(&options);
-        let queue = Queue::new("work", QueueOptions::at(&options.domain, &options.device)).unwrap();
+        let queue = Queue::new("work", options.domain.on(&options.device)).unwrap();
         let given = options.device.stream().unwrap();
         let job = queue.submit_bytes(b"work", &given).unwrap();
         let export = QueueExport::new("work", [2; 16], &options);
@@ -802,14 +803,15 @@ mod tests {
         let (_folder, options) = options();
         let (_session, outbox) = session::alone(&options);
         let lane = LaneReceiver::new([1; 16], [2; 16], window(), outbox);
-        let queue = Queue::new("work", QueueOptions::at(&options.domain, &options.device)).unwrap();
+        let queue = Queue::new("work", options.domain.on(&options.device)).unwrap();
         let export = QueueExport::new("work", [2; 16], &options);
         let mut worker = export.worker().unwrap();
         let layout = Layout::contiguous(DType::U8, &[16]).unwrap();
         let given = options.device.stream().unwrap();
         let _job = queue.submit(queue.loan(&layout).unwrap(), &given).unwrap();
         let long = Duration::from_secs(300);
-        let (_input, answer) = worker.lease(&given, long).unwrap().split();
+        let lease = worker.lease(&given, long).unwrap();
+        let (_input, answer) = (lease.input, lease.answer_handle);
         lock(&export.jobs).insert(1, Arc::new(Job::new(answer)));
         let part = Part {
             lane: [1; 16],

@@ -240,7 +240,7 @@ impl QueueImport {
                     prefetch: 1,
                     order: ResultOrder::Completion,
                     submit_timeout: SLICE,
-                    ..QueueOptions::at(&self.options.domain, &self.options.device)
+                    ..self.options.domain.on(&self.options.device)
                 },
             )
         };

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{Device, Event, EventHandle, Recording, Stream};
+use warpipe::{Device, Event, EventHandle, OpenOptions, Recording, Stream};
 
 use crate::arguments::{create_options, put_text, put_unless_null, text, timeout};
 use crate::call::{call, call_on, make, read};
@@ -108,7 +108,11 @@ pub unsafe extern "C" fn warpipe_event_open(
         // SAFETY: the caller's promise.
         let found: EventHandle = unsafe { text("event_handle", event_handle) }?.parse()?;
         let streams = streams_of(device)?;
-        let object = Event::open(&found, streams.device(), Duration::ZERO)?;
+        let options = OpenOptions {
+            domain: None,
+            device: Some(streams.device().clone()),
+        };
+        let object = Event::open(&found, options, Duration::ZERO)?;
         Ok(OnDevice { object, streams })
     };
     // SAFETY: the caller's promise.

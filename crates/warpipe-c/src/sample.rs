@@ -131,7 +131,7 @@ impl Received {
     /// The parts of a lease.
     pub(crate) fn split(lease: Lease) -> (Received, AnswerHandle) {
         let (pid, own_metadata_bytes) = (lease.queue_pid, lease.metadata().len());
-        let (sample, answer) = lease.split();
+        let (sample, answer) = (lease.input, lease.answer_handle);
         let input = Received {
             own_metadata_bytes,
             job: answer.job,

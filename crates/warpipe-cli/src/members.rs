@@ -25,7 +25,7 @@ pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     };
     let options = MembersOptions {
         keep_files: true,
-        ..MembersOptions::at(&domain)
+        ..domain.options()
     };
     let members = Members::new(options)?;
     let listed = members.list()?;

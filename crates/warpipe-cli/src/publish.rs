@@ -66,7 +66,7 @@ fn build(args: &PubArgs, chosen: &ChosenDevice, layouts: &[Layout]) -> anyhow::R
             memory_limit: MEMORY_LIMIT_LEAST.max(largest.saturating_mul(4)),
             loan_timeout: args.timeout,
             policy,
-            ..PublisherOptions::at(&Domain::from_environment()?, &chosen.device)
+            ..Domain::from_environment()?.on(&chosen.device)
         },
     )?)
 }

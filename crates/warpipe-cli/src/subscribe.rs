@@ -56,7 +56,7 @@ fn subscribe(
             &args.name,
             SubscriberOptions {
                 reconnect: args.reconnect,
-                ..SubscriberOptions::at(&domain, device)
+                ..domain.on(device)
             },
             LOOK,
         )

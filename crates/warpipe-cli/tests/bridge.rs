@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 use warpipe::{
-    DType, Device, Domain, Error, Layout, Memory, PeerState, Policy, PublishOptions, Publisher,
-    PublisherOptions, Sample, Subscriber, SubscriberInfo, SubscriberOptions,
+    DType, Device, Domain, Error, Layout, Memory, PeerState, Policy, Publisher, PublisherOptions,
+    Sample, Subscriber, SubscriberInfo, SubscriberOptions,
 };
 
 use support::{PATIENCE, Running, World};
@@ -80,11 +80,7 @@ impl Pair {
 }
 
 fn publisher(domain: &Domain) -> Publisher {
-    Publisher::new(
-        "camera/front",
-        PublisherOptions::at(domain, &Device::host()),
-    )
-    .unwrap()
+    Publisher::new("camera/front", domain.on(&Device::host())).unwrap()
 }
 
 fn subscriber(domain: &Domain) -> Subscriber {
@@ -92,7 +88,7 @@ fn subscriber(domain: &Domain) -> Subscriber {
         "camera/front",
         SubscriberOptions {
             reconnect: true,
-            ..SubscriberOptions::at(domain, &Device::host())
+            ..domain.on(&Device::host())
         },
         LONG,
     )
@@ -139,7 +135,7 @@ fn a_tensor_in_place_that_cannot_be_opened_is_missing_and_ends_nothing() {
     publisher.send_bytes(&stream, b"first").unwrap();
     assert_eq!(next(&mut subscriber), (1, b"first".to_vec()));
     let memory = Memory::allocate(&device, 4096).unwrap();
-    let published = memory.publish("memory", PublishOptions::at(&near)).unwrap();
+    let published = memory.publish("memory", near.options()).unwrap();
     let loan = publisher.loan_in(&published, 0, &layout, memory).unwrap();
     drop(published);
     loan.send(&stream).unwrap();
@@ -202,7 +198,7 @@ fn a_hundred_thousand_small_samples_have_the_exact_sum() {
     let options = PublisherOptions {
         depth: 256,
         policy: Policy::Block { timeout: LONG },
-        ..PublisherOptions::at(&near, &Device::host())
+        ..near.on(&Device::host())
     };
     let publisher = Publisher::new("camera/front", options).unwrap();
     let _bridges = (pair.exporter(&[]), pair.importer(&["--depth", "256"]));
@@ -270,12 +266,7 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
     .concat();
     let first = pair.near.start(&arguments);
     let _bridges = (pair.exporter(&[]), pair.importer(&[]));
-    let mut once = Subscriber::open(
-        "camera/front",
-        SubscriberOptions::at(&far, &Device::host()),
-        LONG,
-    )
-    .unwrap();
+    let mut once = Subscriber::open("camera/front", far.on(&Device::host()), LONG).unwrap();
     let mut follows = subscriber(&far);
     assert_eq!(
         (next(&mut once).1, next(&mut follows).1),
@@ -300,12 +291,7 @@ fn a_killed_exporter_proves_nothing_the_publisher_there_goes_on_and_what_is_miss
     let publisher = publisher(&near);
     let exporter = pair.exporter(&[]);
     let mut importer = pair.importer(&["--json"]);
-    let mut once = Subscriber::open(
-        "camera/front",
-        SubscriberOptions::at(&far, &Device::host()),
-        LONG,
-    )
-    .unwrap();
+    let mut once = Subscriber::open("camera/front", far.on(&Device::host()), LONG).unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::KILL);
     exporter.end();
@@ -330,12 +316,7 @@ fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_whe
     let publisher = publisher(&near);
     let exporter = pair.exporter(&[]);
     let mut importer = pair.importer(&["--json"]);
-    let mut once = Subscriber::open(
-        "camera/front",
-        SubscriberOptions::at(&far, &Device::host()),
-        LONG,
-    )
-    .unwrap();
+    let mut once = Subscriber::open("camera/front", far.on(&Device::host()), LONG).unwrap();
     publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::KILL);
     exporter.end();
@@ -361,17 +342,12 @@ fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
     let (near, far) = pair.domains();
     let options = PublisherOptions {
         evict_after: Some(Duration::from_secs(2)),
-        ..PublisherOptions::at(&near, &Device::host())
+        ..near.on(&Device::host())
     };
     let publisher = Publisher::new("camera/front", options).unwrap();
     let patient = ["--link-timeout", "600"];
     let (exporter, _importer) = (pair.exporter(&patient), pair.importer(&patient));
-    let mut once = Subscriber::open(
-        "camera/front",
-        SubscriberOptions::at(&far, &Device::host()),
-        LONG,
-    )
-    .unwrap();
+    let mut once = Subscriber::open("camera/front", far.on(&Device::host()), LONG).unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.stop();
     // It may have been stopped while it had a sample, which it keeps.
@@ -390,7 +366,7 @@ fn a_killed_importer_comes_back_as_another_run_and_what_is_missing_is_counted() 
         "camera/front",
         PublisherOptions {
             history: 8,
-            ..PublisherOptions::at(&near, &Device::host())
+            ..near.on(&Device::host())
         },
     )
     .unwrap();
@@ -412,7 +388,7 @@ fn after_both_bridges_were_killed_no_sample_of_the_history_comes_twice() {
         "camera/front",
         PublisherOptions {
             history: 16,
-            ..PublisherOptions::at(&near, &Device::host())
+            ..near.on(&Device::host())
         },
     )
     .unwrap();
@@ -452,7 +428,7 @@ fn a_late_subscriber_gets_the_history_of_the_other_machine() {
         "camera/front",
         PublisherOptions {
             history: 4,
-            ..PublisherOptions::at(&near, &Device::host())
+            ..near.on(&Device::host())
         },
     )
     .unwrap();
@@ -478,12 +454,7 @@ fn a_link_that_is_silent_is_unreachable_and_no_publisher_there_is_told_of_a_deat
     let publisher = publisher(&near);
     let exporter = pair.exporter(&["--link-timeout", "1"]);
     let mut importer = pair.importer(&["--link-timeout", "1", "--json"]);
-    let mut once = Subscriber::open(
-        "camera/front",
-        SubscriberOptions::at(&far, &Device::host()),
-        LONG,
-    )
-    .unwrap();
+    let mut once = Subscriber::open("camera/front", far.on(&Device::host()), LONG).unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.stop();
     importer.wait_for_line("is unreachable");
@@ -510,7 +481,7 @@ fn overwhelm(policy: &str, count: usize) -> Overwhelmed {
     };
     let options = PublisherOptions {
         policy: Policy::Block { timeout },
-        ..PublisherOptions::at(&near, &Device::host())
+        ..near.on(&Device::host())
     };
     let publisher = Publisher::new("camera/front", options).unwrap();
     let _bridges = (
@@ -584,18 +555,13 @@ fn with_fail_a_slow_receiver_loses_its_publisher_and_the_source_goes_on() {
         "camera/front",
         PublisherOptions {
             policy: Policy::Block { timeout: LONG },
-            ..PublisherOptions::at(&near, &Device::host())
+            ..near.on(&Device::host())
         },
     )
     .unwrap();
     let mut exporter = pair.exporter(&["--policy", "fail", "--json"]);
     let _importer = pair.importer(&["--depth", "2"]);
-    let mut slow = Subscriber::open(
-        "camera/front",
-        SubscriberOptions::at(&far, &Device::host()),
-        LONG,
-    )
-    .unwrap();
+    let mut slow = Subscriber::open("camera/front", far.on(&Device::host()), LONG).unwrap();
     let stream = Device::host().stream().unwrap();
     for _ in 0..3000 {
         publisher.send_bytes(&stream, &[0; 4096]).unwrap();
@@ -708,12 +674,8 @@ fn a_name_that_is_taken_is_published_under_its_machine() {
     let (near, far) = pair.domains();
     let [source, _taken] = [&near, &far].map(publisher);
     let _bridges = (pair.exporter(&[]), pair.importer(&[]));
-    let mut subscriber = Subscriber::open(
-        "remote/near/camera/front",
-        SubscriberOptions::at(&far, &Device::host()),
-        LONG,
-    )
-    .unwrap();
+    let mut subscriber =
+        Subscriber::open("remote/near/camera/front", far.on(&Device::host()), LONG).unwrap();
     publish_until_received(&source, &mut subscriber);
     let row = listed(&pair.far, |row| row["tensors"].as_u64() > Some(0));
     assert_eq!(row["name"], "remote/near/camera/front");

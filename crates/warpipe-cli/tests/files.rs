@@ -192,7 +192,7 @@ fn a_subscriber_says_how_many_samples_are_missing() {
             warpipe::PublisherOptions {
                 history: 2,
                 forwards: Some([7; 16]),
-                ..warpipe::PublisherOptions::at(&domain, &device)
+                ..domain.on(&device)
             },
         )
         .unwrap(),

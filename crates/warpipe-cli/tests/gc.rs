@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 use support::World;
-use warpipe::{CreateOptions, Device, Domain, Publisher, PublisherOptions, Timeline};
+use warpipe::{Device, Domain, Publisher, Timeline};
 
 /// Set for the process that a test starts to own names.
 const DOMAIN: &str = "WARPIPE_TEST_OWNER_IN";
@@ -60,7 +60,7 @@ fn an_owner_of_names() {
     let folder = PathBuf::from(std::env::var_os(DOMAIN).expect("started by another test"));
     let domain = Domain::at(&folder).unwrap();
     let device = Device::host();
-    let build = |name: &str| Timeline::new(name, CreateOptions::at(&domain, &device));
+    let build = |name: &str| Timeline::new(name, domain.on(&device));
     let _owned: Vec<_> = NAMES.iter().map(|name| build(name).unwrap()).collect();
     fs::write(folder.with_extension(READY), "").unwrap();
     loop {
@@ -426,7 +426,7 @@ fn removals_beside_processes_that_take_and_release_names_cost_none_its_name() {
             .collect();
         for round in 0..300 {
             let name = NAMES[round % NAMES.len()];
-            let publisher = Publisher::new(name, PublisherOptions::at(&domain, &device));
+            let publisher = Publisher::new(name, domain.on(&device));
             let publisher = publisher.unwrap_or_else(|error| panic!("round {round}: {error}"));
             let found = domain.endpoints().unwrap();
             assert!(

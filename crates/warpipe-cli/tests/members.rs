@@ -48,7 +48,7 @@ fn a_worker_as_others_see_it() {
     let domain = Domain::at(std::env::var_os(DOMAIN).expect("started by another test")).unwrap();
     let options = MemberOptions {
         role: "works".into(),
-        ..MemberOptions::at(&domain)
+        ..domain.options()
     };
     let _member = Member::new("worker", options).unwrap();
     loop {
@@ -66,7 +66,7 @@ fn members_are_listed_with_their_role_and_process() {
         "trainer/0",
         MemberOptions {
             role: "trains".into(),
-            ..MemberOptions::at(&domain)
+            ..domain.options()
         },
     )
     .unwrap();
@@ -104,7 +104,7 @@ fn members_are_listed_with_their_role_and_process() {
 fn changes_are_told_as_they_come_until_it_is_interrupted() {
     let world = World::new();
     let domain = Domain::at(world.path("domain")).unwrap();
-    let early = Member::new("early", MemberOptions::at(&domain)).unwrap();
+    let early = Member::new("early", domain.options()).unwrap();
     let mut watch = world.start(&["members", "--follow", "--json"]);
     assert_eq!(watch.wait_for("member", 1)[0]["name"], "early");
     let worker = Worker::start(&world);

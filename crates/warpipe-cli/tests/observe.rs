@@ -11,9 +11,7 @@ use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde_json::Value;
 use support::pty::OnTerminal;
 use support::{Ended, Running, World};
-use warpipe::{
-    Device, Domain, Pool, PoolOptions, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
-};
+use warpipe::{Device, Domain, Pool, Publisher, Subscriber};
 use warpipe_testkit::{ChildProcess, eventually};
 
 /// A look of `top --once --json`.
@@ -118,7 +116,7 @@ fn a_backlog_without_workers_is_seen_wherever_one_looks() {
     let world = World::new();
     let domain = Domain::at(world.path("domain")).unwrap();
     let device = Device::host();
-    let queue = warpipe::Queue::new("jobs", warpipe::QueueOptions::at(&domain, &device)).unwrap();
+    let queue = warpipe::Queue::new("jobs", domain.on(&device)).unwrap();
     let stream = device.stream().unwrap();
     let jobs = [(); 3].map(|()| queue.submit_bytes(b"input", &stream).unwrap());
     let seen = endpoint_when(&world, "jobs", |it| it["waiting"] == 3);
@@ -158,7 +156,7 @@ fn a_pool_is_shown_with_the_memory_that_it_shares_and_without_rates() {
     const BLOCK: u64 = 1 << 20;
     let world = World::new();
     let domain = Domain::at(world.path("domain")).unwrap();
-    let pool = Pool::new("scratch", PoolOptions::at(&domain, &Device::host())).unwrap();
+    let pool = Pool::new("scratch", domain.on(&Device::host())).unwrap();
     let block = pool.allocate(BLOCK, Duration::ZERO).unwrap();
     let seen = endpoint_when(&world, "scratch", |it| it["kind"] == "pool");
     assert!(seen["memory"].as_u64() >= Some(BLOCK), "{seen:#}");
@@ -233,11 +231,7 @@ fn a_screen_follows_keys_and_sizes_and_a_domain_that_vanishes() {
     });
     // Another domain at the same place.
     let domain = Domain::at(world.path("domain")).unwrap();
-    let _publisher = Publisher::new(
-        "camera/again",
-        PublisherOptions::at(&domain, &Device::host()),
-    )
-    .unwrap();
+    let _publisher = Publisher::new("camera/again", domain.on(&Device::host())).unwrap();
     top.until(|lines| lines[3].starts_with("camera/again") && !lines[1].contains("there is no"));
     top.press("q");
     let (status, is_restored, lines) = top.end();
@@ -334,7 +328,7 @@ fn a_thousand_endpoints_of_a_process_are_listed_and_scrolled() {
     let device = Device::host();
     let publish = |number: usize| {
         let name = format!("many/{number:04}");
-        Publisher::new(&name, PublisherOptions::at(&domain, &device)).unwrap()
+        Publisher::new(&name, domain.on(&device)).unwrap()
     };
     let publishers: Vec<Publisher> = (0..1000).map(publish).collect();
     let look = once(&world);
@@ -376,14 +370,9 @@ fn metrics_are_served_beside_many_silent_clients() {
     let world = World::new();
     let domain = Domain::at(world.path("domain")).unwrap();
     let device = Device::host();
-    let publisher =
-        Publisher::new("camera/metrics", PublisherOptions::at(&domain, &device)).unwrap();
-    let _subscriber = Subscriber::open(
-        "camera/metrics",
-        SubscriberOptions::at(&domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let publisher = Publisher::new("camera/metrics", domain.on(&device)).unwrap();
+    let _subscriber =
+        Subscriber::open("camera/metrics", domain.on(&device), Duration::ZERO).unwrap();
     publisher
         .send_bytes(&device.stream().unwrap(), &[1; 100])
         .unwrap();

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use support::weights::{Stage, Worker, children_of, expected, leak, open_device, safetensors};
 use support::{PATIENCE, device, full_pipe};
 use warpipe::weights::{Hashing, SharedWeights, Weights};
-use warpipe::{DType, Device, Layout, OpenOptions};
+use warpipe::{DType, Device, Layout};
 use warpipe_testkit::{ChildProcess, eventually, wait_readable};
 
 #[test]
@@ -534,8 +534,7 @@ fn a_version_on_another_device_than_the_chosen_one_is_not_taken_over() {
     let mut first = serve("host");
     first.wait_for("ready", 1);
     let (domain, host) = (stage.domain(), Device::host());
-    let weights =
-        SharedWeights::open("w", OpenOptions::at(&domain, &host), Duration::ZERO).unwrap();
+    let weights = SharedWeights::open("w", domain.on(&host), Duration::ZERO).unwrap();
     first.signal(Signal::KILL);
     first.end();
 

@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use support::weights::{DOMAIN, Stage, Worker, be_a_worker_in, expected, safetensors};
 use support::{Running, World};
 use warpipe::weights::SharedWeights;
-use warpipe::{Device, Domain, OpenOptions};
+use warpipe::{Device, Domain};
 
 const OWNER: u32 = 61_201;
 const ADMITTED: u32 = 61_202;
@@ -25,13 +25,8 @@ fn a_reader() {
     let Ok(path) = std::env::var(DOMAIN) else {
         return;
     };
-    let opened = Domain::of_user(path, OWNER).and_then(|domain| {
-        SharedWeights::open(
-            "w",
-            OpenOptions::at(&domain, &Device::host()),
-            Duration::ZERO,
-        )
-    });
+    let opened = Domain::of_user(path, OWNER)
+        .and_then(|domain| SharedWeights::open("w", domain.on(&Device::host()), Duration::ZERO));
     match opened {
         Ok(weights) => println!("outcome: version {}", weights.info().version),
         Err(error) => println!("outcome: {error:?}"),

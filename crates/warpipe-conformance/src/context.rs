@@ -9,9 +9,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 use warpipe::{
-    Client, ClientOptions, CreateOptions, Device, Domain, Event, Publisher, PublisherOptions,
-    Queue, QueueOptions, Server, ServerOptions, Stream, Subscriber, SubscriberOptions, Worker,
-    WorkerOptions,
+    Client, Device, Domain, Event, Publisher, Queue, QueueOptions, Server, Stream, Subscriber,
+    Worker, WorkerOptions,
 };
 use warpipe_testkit::{Rng, eventually, pick};
 
@@ -142,19 +141,15 @@ impl Context {
             .folder()
             .join(format!("warm-up-{}", std::process::id()));
         let domain = Domain::at(&folder)?;
-        let publisher = Publisher::new("warm-up", PublisherOptions::at(&domain, &self.device))?;
-        let mut subscriber = Subscriber::open(
-            "warm-up",
-            SubscriberOptions::at(&domain, &self.device),
-            Duration::ZERO,
-        )?;
+        let publisher = Publisher::new("warm-up", domain.on(&self.device))?;
+        let mut subscriber = Subscriber::open("warm-up", domain.on(&self.device), Duration::ZERO)?;
         let stream = self.stream()?;
         Payload::of(64, 1).send(&publisher, &stream)?;
         let wrong =
             ErrorCounters::new(&self.device)?.finish(subscriber.receive(&stream, PATIENCE)?)?;
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
         // The driver opens a file for the first interprocess event, and keeps it.
-        drop(Event::new(CreateOptions::at(&domain, &self.device))?);
+        drop(Event::new(domain.on(&self.device))?);
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
         let is_idle = || self.device.backend().bytes_held() == 0 && !crate::guard::has_streams();
@@ -170,7 +165,7 @@ impl Context {
     /// # Errors
     /// Those of [`Publisher::new`].
     pub fn publisher(&self, name: &str) -> warpipe::Result<Publisher> {
-        Publisher::new(name, PublisherOptions::at(&self.domain, &self.device))
+        Publisher::new(name, self.domain.on(&self.device))
     }
 
     /// A subscriber of this case's domain and device.
@@ -178,11 +173,7 @@ impl Context {
     /// # Errors
     /// Those of [`Subscriber::open`].
     pub fn subscriber(&self, name: &str) -> warpipe::Result<Subscriber> {
-        Subscriber::open(
-            name,
-            SubscriberOptions::at(&self.domain, &self.device),
-            Duration::ZERO,
-        )
+        Subscriber::open(name, self.domain.on(&self.device), Duration::ZERO)
     }
 
     /// A queue of this case's domain and device.
@@ -197,7 +188,7 @@ impl Context {
     pub fn queue_options(&self) -> QueueOptions {
         QueueOptions {
             submit_timeout: PATIENCE,
-            ..QueueOptions::at(&self.domain, &self.device)
+            ..self.domain.on(&self.device)
         }
     }
 
@@ -213,7 +204,7 @@ impl Context {
     pub fn worker_options(&self) -> WorkerOptions {
         WorkerOptions {
             answer_timeout: PATIENCE,
-            ..WorkerOptions::at(&self.domain, &self.device)
+            ..self.domain.on(&self.device)
         }
     }
 
@@ -222,7 +213,7 @@ impl Context {
     /// # Errors
     /// Those of [`Client::new`].
     pub fn client(&self, service: &str) -> warpipe::Result<Client> {
-        Client::new(service, ClientOptions::at(&self.domain, &self.device))
+        Client::new(service, self.domain.on(&self.device))
     }
 
     /// A server of this case's domain and device.
@@ -230,7 +221,7 @@ impl Context {
     /// # Errors
     /// Those of [`Server::new`].
     pub fn server(&self, service: &str) -> warpipe::Result<Server> {
-        Server::new(service, ServerOptions::at(&self.domain, &self.device))
+        Server::new(service, self.domain.on(&self.device))
     }
 
     /// A new stream.

@@ -38,10 +38,7 @@ impl AllocationServer {
         domain: Option<Domain>,
     ) -> PyResult<PyClassInitializer<AllocationServer>> {
         let (domain, device) = place(domain, Some(device))?;
-        let build = || {
-            let options = warpipe::CreateOptions::at(&domain, &device);
-            warpipe::AllocationServer::new(name, options)
-        };
+        let build = || warpipe::AllocationServer::new(name, domain.on(&device));
         let server = call(py, build)?;
         let handle = CloseableHandle::new("server of allocations", name, server)?;
         let base = handle.named();

@@ -68,7 +68,7 @@ pub fn opened<T: Send>(
     open: impl FnOnce(OpenOptions, Wait<'_>) -> warpipe::Result<T> + Send,
 ) -> PyResult<(T, warpipe::Device)> {
     let (domain, device) = place(domain, device)?;
-    let options = OpenOptions::at(&domain, &device);
+    let options: OpenOptions = domain.on(&device);
     let opened = waiting(py, wait.0, || Ok(()), |wait| Ok(open(options, wait)?))?;
     Ok((opened, device))
 }

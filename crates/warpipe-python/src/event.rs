@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyType};
-use warpipe::Wait;
+use warpipe::{OpenOptions, Wait};
 
 use crate::closeable::Closeable;
 use crate::detached::call;
@@ -149,7 +149,7 @@ impl Event {
             warpipe::Event::new(warpipe::CreateOptions {
                 allow_uids,
                 allow_gids,
-                ..warpipe::CreateOptions::at(&domain, &device)
+                ..domain.on(&device)
             })
         })?;
         Event::new(py, made)
@@ -170,12 +170,11 @@ impl Event {
     ) -> PyResult<Py<Event>> {
         let handle = EventHandle::from_argument(handle)?;
         let device = Device::or_preferred(device);
-        let open = |wait: Wait<'_>| {
-            Ok(match &domain {
-                Some(domain) => warpipe::Event::open_in(&domain.inner, &handle, &device, wait)?,
-                None => warpipe::Event::open(&handle, &device, wait)?,
-            })
+        let options = OpenOptions {
+            domain: domain.map(|domain| domain.inner),
+            device: Some(device),
         };
+        let open = |wait: Wait<'_>| Ok(warpipe::Event::open(&handle, options.clone(), wait)?);
         Event::new(py, waiting(py, None, || Ok(()), open)?)
     }
 

@@ -75,7 +75,7 @@ impl Jobs {
         let lease_timeout = optional(lease_timeout, "lease_timeout")?;
         let spin = optional(spin, "spin")?;
         let (kind, inner) = if client {
-            let default = warpipe::ClientOptions::at(&domain, &device);
+            let default: warpipe::ClientOptions = domain.on(&device);
             let options = warpipe::ClientOptions {
                 prefetch,
                 max_attempts,
@@ -88,7 +88,7 @@ impl Jobs {
             let client = call(py, || warpipe::Client::new(name, options))?;
             ("client", QueueOrClient::Client(client))
         } else {
-            let default = warpipe::QueueOptions::at(&domain, &device);
+            let default: warpipe::QueueOptions = domain.on(&device);
             let options = warpipe::QueueOptions {
                 prefetch,
                 max_attempts,

@@ -152,7 +152,7 @@ impl KernelRing {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<KernelRing>> {
         let (domain, device) = place(domain, device)?;
-        let default = warpipe::KernelRingOptions::at(&domain, &device);
+        let default: warpipe::KernelRingOptions = domain.on(&device);
         let options = warpipe::KernelRingOptions {
             depth,
             slot_bytes,

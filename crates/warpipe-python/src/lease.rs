@@ -100,7 +100,7 @@ impl Lease {
         context: &CopyContext,
     ) -> PyResult<Py<Lease>> {
         let (metadata, queue_pid) = (lease.metadata().to_vec(), lease.queue_pid);
-        let (input, answer_handle) = lease.split();
+        let (input, answer_handle) = (lease.input, lease.answer_handle);
         let frame = Frame::with_metadata(input, metadata, &context.device, context.patience);
         let lease = Lease {
             home: Home::here(),

@@ -101,7 +101,7 @@ impl Leases {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let stream = stream_of(py, &device, stream)?;
         let (what, thing, source) = if server {
-            let default = warpipe::ServerOptions::at(&domain, &device);
+            let default: warpipe::ServerOptions = domain.on(&device);
             let options = warpipe::ServerOptions {
                 answer_timeout,
                 memory_limit,
@@ -113,7 +113,7 @@ impl Leases {
             let server = call(py, || warpipe::Server::new(name, options))?;
             ("server", "a request to", Source::Server(server))
         } else {
-            let default = warpipe::WorkerOptions::at(&domain, &device);
+            let default: warpipe::WorkerOptions = domain.on(&device);
             let options = warpipe::WorkerOptions {
                 answer_timeout,
                 memory_limit,

@@ -59,7 +59,7 @@ impl Member {
                 role: role.into(),
                 allow_uids,
                 allow_gids,
-                ..warpipe::MemberOptions::at(&domain)
+                ..domain.options()
             };
             warpipe::Member::new(name, options)
         })?;
@@ -143,7 +143,7 @@ impl Members {
         let domain = Domain::or_usual(domain)?;
         let options = warpipe::MembersOptions {
             keep_files: !clean,
-            ..warpipe::MembersOptions::at(&domain)
+            ..domain.options()
         };
         let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();
         let callback = callbacks.first().cloned();

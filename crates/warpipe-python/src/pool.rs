@@ -86,7 +86,7 @@ impl Pool {
             allow_gids,
             user_quota: quota_of(user_quota),
             quota_for: quotas.collect(),
-            ..warpipe::PoolOptions::at(&domain, &device)
+            ..domain.on(&device)
         };
         let pool = call(py, || warpipe::Pool::new(name, options))?;
         let object = |handle| Pool { handle, device };

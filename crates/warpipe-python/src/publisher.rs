@@ -265,7 +265,7 @@ impl Publisher {
         let publications = warpipe::PublishOptions {
             allow_uids: allow_uids.clone(),
             allow_gids: allow_gids.clone(),
-            ..warpipe::PublishOptions::at(&domain)
+            ..domain.options()
         };
         let options = warpipe::PublisherOptions {
             depth,
@@ -278,7 +278,7 @@ impl Publisher {
             handshake_timeout: seconds(handshake_timeout, "handshake_timeout")?,
             allow_uids,
             allow_gids,
-            ..warpipe::PublisherOptions::at(&domain, &device)
+            ..domain.on(&device)
         };
         let stream = OwnStream::new(py, &device)?;
         let made = call(py, || warpipe::Publisher::new(name, options))?;

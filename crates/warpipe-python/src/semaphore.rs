@@ -153,7 +153,7 @@ impl Semaphore {
             let options = warpipe::CreateOptions {
                 allow_uids,
                 allow_gids,
-                ..warpipe::CreateOptions::at(&domain, &device)
+                ..domain.on(&device)
             };
             warpipe::Semaphore::new(name, permits, options)
         })?;

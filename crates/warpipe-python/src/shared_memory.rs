@@ -88,7 +88,7 @@ impl Memory {
             access: access(writable),
             allow_uids,
             allow_gids,
-            ..warpipe::PublishOptions::at(&Domain::or_usual(domain)?)
+            ..Domain::or_usual(domain)?.options()
         };
         let published = call(slf.py(), || memory.publish(name, options))?;
         let object = |handle| Published { handle };

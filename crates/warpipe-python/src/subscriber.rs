@@ -100,7 +100,7 @@ impl Subscriber {
         let iteration = timeout.or(None);
         let timeout = timeout.or(Some(RECEIVE_TIMEOUT));
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
-        let default = warpipe::SubscriberOptions::at(&domain, &device);
+        let default: warpipe::SubscriberOptions = domain.on(&device);
         let options = warpipe::SubscriberOptions {
             reconnect,
             handshake_timeout: seconds(handshake_timeout, "handshake_timeout")?,

@@ -70,7 +70,7 @@ impl Timeline {
             let options = warpipe::CreateOptions {
                 allow_uids,
                 allow_gids,
-                ..warpipe::CreateOptions::at(&domain, &device)
+                ..domain.on(&device)
             };
             warpipe::Timeline::new(name, options)
         })?;

@@ -131,7 +131,7 @@ impl Place {
 
     /// Options of the library.
     pub fn options(&self) -> OpenOptions {
-        OpenOptions::at(&self.domain, &self.device)
+        self.domain.on(&self.device)
     }
 
     /// Opens a version after number `after`, while the caller `goes_on`.
@@ -573,7 +573,7 @@ fn _keep_weights(
     let options = weights::KeeperOptions {
         allow_uids,
         allow_gids,
-        ..weights::KeeperOptions::at(&domain)
+        ..domain.options()
     };
     let to_keep = name.to_owned();
     let keeper = on_a_thread(py, move || weights::Keeper::new(&to_keep, options))?;

@@ -60,7 +60,7 @@ fn export(stage: &Stage, mut talk: Talk) -> Outcome<String> {
         "memory",
         PublishOptions {
             access: Access::ReadWrite,
-            ..PublishOptions::at(&stage.domain)
+            ..stage.domain.options()
         },
     )?;
     talk.tell(published.ticket(..)?)?;

@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Error, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+use warpipe::{Error, Publisher, Subscriber, SubscriberOptions};
 
 const NAME: &str = "early/bird";
 const GREETING: &[u8] = b"hello from a latecomer";
@@ -33,7 +33,7 @@ fn main() -> ExitCode {
 }
 
 fn options(stage: &Stage) -> SubscriberOptions {
-    SubscriberOptions::at(&stage.domain, &stage.device)
+    stage.domain.on(&stage.device)
 }
 
 fn consume(
@@ -74,7 +74,7 @@ fn give_up(when: &str, built: warpipe::Result<Subscriber>) -> Outcome {
 }
 
 fn produce(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::new(NAME, PublisherOptions::at(&stage.domain, &stage.device))?;
+    let publisher = Publisher::new(NAME, stage.domain.on(&stage.device))?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = stage.device.stream()?;
     publisher.send_bytes(&stream, GREETING)?;

@@ -27,8 +27,8 @@ use std::sync::mpsc::channel;
 use rustix::process::{Pid, Signal, kill_process};
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Change, DType, Error, Layout, Loss, Member, MemberInfo, MemberOptions, Members, MembersOptions,
-    Policy, Publisher, PublisherOptions, Stream, Subscriber, SubscriberOptions,
+    Change, DType, Error, Layout, Loss, Member, MemberInfo, MemberOptions, Members, Policy,
+    Publisher, PublisherOptions, Stream, Subscriber,
 };
 
 const WORKERS: usize = 3;
@@ -52,13 +52,13 @@ fn work(stage: &Stage, name: &str) -> Outcome<String> {
         PublisherOptions {
             depth: 4,
             policy,
-            ..PublisherOptions::at(&stage.domain, &stage.device)
+            ..stage.domain.on(&stage.device)
         },
     )?;
     // Last, so that a process that sees the member finds all of it.
     let options = MemberOptions {
         role: "worker".into(),
-        ..MemberOptions::at(&stage.domain)
+        ..stage.domain.options()
     };
     let _member = Member::new(name, options)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
@@ -88,7 +88,7 @@ fn scratch(stage: &Stage, name: &str) -> PathBuf {
 
 fn coordinate(stage: &Stage) -> Outcome<String> {
     println!("domain {}", stage.domain.path().display());
-    let members = Members::new(MembersOptions::at(&stage.domain))?;
+    let members = Members::new(stage.domain.options())?;
     let stream = stage.device.stream()?;
     let mut verified = 0;
     let mut workers = Vec::new();
@@ -209,7 +209,7 @@ impl Worker {
         })?;
         let frames = Subscriber::open(
             frames_of(name).as_str(),
-            SubscriberOptions::at(&stage.domain, &stage.device),
+            stage.domain.on(&stage.device),
             std::time::Duration::ZERO,
         )?;
         Ok(Worker {

@@ -26,9 +26,7 @@ use std::time::{Duration, Instant};
 
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{
-    CreateOptions, Error, Event, EventHandle, Loss, Memory, PublishOptions, StateFault, Ticket,
-};
+use warpipe::{Error, Event, EventHandle, Loss, Memory, StateFault, Ticket};
 
 const WORDS: u64 = 1 << 16;
 const SEED: u64 = 3;
@@ -44,7 +42,7 @@ fn main() -> ExitCode {
         _ => {
             // Before any stream waits: loading a kernel may have to wait for that stream.
             warpipe_kernels::preload(&stage.device)?;
-            let event = Event::new(CreateOptions::at(&stage.domain, &stage.device))?;
+            let event = Event::new(stage.domain.on(&stage.device))?;
             record(stage, &event)?;
             lose(stage, &event)?;
             Ok(format!(
@@ -57,7 +55,7 @@ fn main() -> ExitCode {
 /// The parent's role in the first half.
 fn record(stage: &Stage, event: &Event) -> Outcome {
     let memory = Memory::allocate(&stage.device, WORDS * 8)?;
-    let published = memory.publish("words", PublishOptions::at(&stage.domain))?;
+    let published = memory.publish("words", stage.domain.options())?;
     let stream = stage.device.stream()?;
     let (child, mut talk) = stage.start_talking("child")?;
     talk.tell(event.handle()?)?;
@@ -77,7 +75,7 @@ fn wait(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     warpipe_kernels::preload(&stage.device)?;
     let event = Event::open(
         &talk.hear()?.parse::<EventHandle>()?,
-        &stage.device,
+        stage.domain.on(&stage.device),
         Duration::ZERO,
     )?;
     let memory = talk
@@ -160,7 +158,7 @@ fn lose(stage: &Stage, event: &Event) -> Outcome {
 fn die(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     let event = Event::open(
         &talk.hear()?.parse::<EventHandle>()?,
-        &stage.device,
+        stage.domain.on(&stage.device),
         Duration::ZERO,
     )?;
     let stream = stage.device.stream()?;

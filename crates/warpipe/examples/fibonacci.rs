@@ -17,7 +17,7 @@ mod stage;
 use std::process::ExitCode;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{DType, Layout, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+use warpipe::{DType, Layout, Publisher, Subscriber};
 
 const NAME: &str = "numbers/fibonacci";
 const COUNT: u64 = 1 << 16;
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
 }
 
 fn produce(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::new(NAME, PublisherOptions::at(&stage.domain, &stage.device))?;
+    let publisher = Publisher::new(NAME, stage.domain.on(&stage.device))?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
 
     // A loan is memory of the device that no subscriber reads yet.
@@ -56,11 +56,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
 }
 
 fn consume(stage: &Stage) -> Outcome<String> {
-    let mut subscriber = Subscriber::open(
-        NAME,
-        SubscriberOptions::at(&stage.domain, &stage.device),
-        PATIENCE,
-    )?;
+    let mut subscriber = Subscriber::open(NAME, stage.domain.on(&stage.device), PATIENCE)?;
     let stream = stage.device.stream()?;
     let tensor = subscriber.receive(&stream, PATIENCE)?;
 

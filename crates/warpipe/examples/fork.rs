@@ -79,7 +79,7 @@ fn parent(stage: &Stage, child: Forked, mut talk: Talk) -> Outcome<String> {
         "numbers",
         PublishOptions {
             access: Access::ReadWrite,
-            ..PublishOptions::at(&stage.domain)
+            ..stage.domain.options()
         },
     )?;
     talk.tell(published.ticket(..)?)?;

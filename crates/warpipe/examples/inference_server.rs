@@ -25,8 +25,7 @@ use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Client, ClientOptions, DType, Error, JobResult, Layout, Lease, Memory, PublishOptions, Server,
-    ServerOptions, SharedMemory, Stream, Ticket,
+    Client, DType, Error, JobResult, Layout, Lease, Memory, Server, SharedMemory, Stream, Ticket,
 };
 use warpipe_kernels::Layer;
 
@@ -163,7 +162,7 @@ impl Model {
 /// Answers requests as long as there are clients.
 fn serve(stage: &Stage) -> Outcome<String> {
     let model = Model::open(stage)?;
-    let mut server = Server::new(SERVICE, ServerOptions::at(&stage.domain, &stage.device))?;
+    let mut server = Server::new(SERVICE, stage.domain.on(&stage.device))?;
     let stream = stage.device.stream()?;
     let (mut answered, mut had_clients) = (0, false);
     loop {
@@ -193,9 +192,9 @@ fn ask(stage: &Stage, servers: Vec<Actor>) -> Outcome<String> {
     weights.write(&stream, 0, &bytes_of(&parameters))?;
     // A ticket does not order work: published memory must be complete by now.
     stream.synchronize(PATIENCE)?;
-    let published = weights.publish(WEIGHTS, PublishOptions::at(&stage.domain))?;
+    let published = weights.publish(WEIGHTS, stage.domain.options())?;
 
-    let client = Client::new(SERVICE, ClientOptions::at(&stage.domain, &stage.device))?;
+    let client = Client::new(SERVICE, stage.domain.on(&stage.device))?;
     client.wait_for_servers(servers.len().max(1), PATIENCE)?;
     let layout = Layout::contiguous(DType::F32, &[ROWS, WIDTHS[0]])?;
     let mut pending = Vec::new();

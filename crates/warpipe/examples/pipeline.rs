@@ -61,7 +61,7 @@ fn publisher(stage: &Stage, name: &str) -> Result<Publisher> {
         PublisherOptions {
             depth: DEPTH,
             policy,
-            ..PublisherOptions::at(&stage.domain, &stage.device)
+            ..stage.domain.on(&stage.device)
         },
     )
 }
@@ -71,7 +71,7 @@ fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> 
         name,
         SubscriberOptions {
             reconnect,
-            ..SubscriberOptions::at(&stage.domain, &stage.device)
+            ..stage.domain.on(&stage.device)
         },
         PATIENCE,
     )

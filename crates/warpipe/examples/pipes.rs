@@ -32,7 +32,7 @@ use std::time::Duration;
 
 use stage::talk::Talk;
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Device, DevicePtr, LegacyHandle, Memory, PublishOptions, Stream, Ticket};
+use warpipe::{Device, DevicePtr, LegacyHandle, Memory, Stream, Ticket};
 
 /// The tensors are [n, 2n] for n from 1 to this.
 const TENSORS: i64 = 9;
@@ -102,7 +102,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
     memory.write(&stream, 0, &image)?;
     stream.synchronize(PATIENCE)?; // complete, before anybody hears of it
 
-    let published = memory.publish("tensors", PublishOptions::at(&stage.domain))?;
+    let published = memory.publish("tensors", stage.domain.options())?;
     let mut pipe = Talk::over(std::io::stdout().as_fd().try_clone_to_owned()?); // to the consumer
     for n in 1..=TENSORS {
         let at = (n - 1) as u64 * SPACING;

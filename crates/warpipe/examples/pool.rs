@@ -23,8 +23,8 @@ use std::time::Duration;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Access, Buffer, Change, Error, LentBuffer, LimitFault, Member, MemberOptions, Members,
-    MembersOptions, Pool, PoolOptions, PoolStats, Ticket,
+    Access, Buffer, Change, Error, LentBuffer, LimitFault, Member, MemberOptions, Members, Pool,
+    PoolOptions, PoolStats, Ticket,
 };
 
 const NAME: &str = "scratch";
@@ -87,7 +87,7 @@ fn hold(stage: &Stage) -> Outcome<String> {
     };
     let options = MemberOptions {
         role: "borrower".into(),
-        ..MemberOptions::at(&stage.domain)
+        ..stage.domain.options()
     };
     let _member = Member::new("doomed", options)?;
     std::thread::park_timeout(PATIENCE);
@@ -100,7 +100,7 @@ fn own(stage: &Stage) -> Outcome<String> {
         PoolOptions {
             memory_limit: LIMIT,
             reserve: LIMIT,
-            ..PoolOptions::at(&stage.domain, &stage.device)
+            ..stage.domain.on(&stage.device)
         },
     )?;
     show("at first", &pool.stats(), [0, 0])?;
@@ -158,7 +158,7 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
 }
 
 fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
-    let members = Members::new(MembersOptions::at(&stage.domain))?;
+    let members = Members::new(stage.domain.options())?;
     let block = pool.allocate(BLOCK, Duration::ZERO)?;
     block
         .lend(Access::ReadWrite)?

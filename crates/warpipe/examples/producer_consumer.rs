@@ -24,7 +24,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Memory, PublishOptions, Ticket};
+use warpipe::{Memory, Ticket};
 
 const NAME: &str = "words";
 const WORDS: u64 = 1 << 20;
@@ -62,7 +62,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
     // A ticket orders no work. The words are complete before the ticket is published.
     stream.synchronize(PATIENCE)?;
 
-    let published = memory.publish(NAME, PublishOptions::at(&stage.domain))?;
+    let published = memory.publish(NAME, stage.domain.options())?;
     let (file, received) = files(stage);
     let ticket = published.ticket(..)?;
     let _ = std::fs::remove_file(&received); // of an earlier run that was killed

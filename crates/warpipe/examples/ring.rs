@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{DType, Layout, Policy, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+use warpipe::{DType, Layout, Policy, Publisher, PublisherOptions, Subscriber};
 
 const NAME: &str = "frames";
 const FRAMES: u64 = 200;
@@ -46,7 +46,7 @@ fn send(stage: &Stage) -> Outcome<String> {
     let options = PublisherOptions {
         depth: DEPTH,
         policy: Policy::Block { timeout: PATIENCE },
-        ..PublisherOptions::at(&stage.domain, &stage.device)
+        ..stage.domain.on(&stage.device)
     };
     let publisher = Publisher::new(NAME, options)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
@@ -74,11 +74,7 @@ fn send(stage: &Stage) -> Outcome<String> {
 }
 
 fn read(stage: &Stage) -> Outcome<String> {
-    let mut subscriber = Subscriber::open(
-        NAME,
-        SubscriberOptions::at(&stage.domain, &stage.device),
-        PATIENCE,
-    )?;
+    let mut subscriber = Subscriber::open(NAME, stage.domain.on(&stage.device), PATIENCE)?;
     let stream = stage.device.stream()?;
     let (mut frames, mut waits) = (0, 0);
     // The iterator ends when the sender has closed gracefully and every frame has been received.

@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Access, CreateOptions, Device, Memory, OpenOptions, PublishOptions, Publisher,
-    PublisherOptions, Semaphore, SharedMemory, Stream, Subscriber, SubscriberOptions, Ticket,
+    Access, Device, Memory, PublishOptions, Publisher, Semaphore, SharedMemory, Stream, Subscriber,
+    Ticket,
 };
 
 const PROCESSES: u64 = 6;
@@ -48,9 +48,8 @@ fn main() -> ExitCode {
 
 /// Owns the shared objects, in the memory of the first process.
 fn keep(stage: &Stage) -> Outcome<String> {
-    let options = CreateOptions::at(&stage.domain, &stage.device);
-    let _region = Semaphore::new("region", PERMITS, options)?;
-    let _turn = Semaphore::new("turn", 1, CreateOptions::at(&stage.domain, &stage.device))?;
+    let _region = Semaphore::new("region", PERMITS, stage.domain.on(&stage.device))?;
+    let _turn = Semaphore::new("turn", 1, stage.domain.on(&stage.device))?;
     let numbers = Memory::allocate(&stage.device, BYTES)?;
     let counts = Memory::allocate(&Device::host(), Counts::BYTES)?;
     let publish = |memory: &Memory, name| {
@@ -58,12 +57,12 @@ fn keep(stage: &Stage) -> Outcome<String> {
             name,
             PublishOptions {
                 access: Access::ReadWrite,
-                ..PublishOptions::at(&stage.domain)
+                ..stage.domain.options()
             },
         )
     };
     let _published = (publish(&numbers, "numbers")?, publish(&counts, "counts")?);
-    let start = Publisher::new("start", PublisherOptions::at(&stage.domain, &stage.device))?;
+    let start = Publisher::new("start", stage.domain.on(&stage.device))?;
 
     let members: Outcome<Vec<Actor>> = (0..PROCESSES).map(|_| stage.start("member")).collect();
     // Starts all processes at once.
@@ -96,24 +95,12 @@ fn take_part(stage: &Stage) -> Outcome<String> {
     let open = |name, device| Ticket::to(&stage.domain, name)?.open(device, Duration::ZERO);
     let numbers: SharedMemory = open("numbers", &stage.device)?;
     let counts = Counts(open("counts", &Device::host())?);
-    let region = Semaphore::open(
-        "region",
-        OpenOptions::at(&stage.domain, &stage.device),
-        Duration::ZERO,
-    )?;
-    let turn = Semaphore::open(
-        "turn",
-        OpenOptions::at(&stage.domain, &stage.device),
-        Duration::ZERO,
-    )?;
+    let region = Semaphore::open("region", stage.domain.on(&stage.device), Duration::ZERO)?;
+    let turn = Semaphore::open("turn", stage.domain.on(&stage.device), Duration::ZERO)?;
     let stream = stage.device.stream()?;
     // Loaded now, and not behind a stream that waits for others.
     warpipe_kernels::preload(&stage.device)?;
-    let mut start = Subscriber::open(
-        "start",
-        SubscriberOptions::at(&stage.domain, &stage.device),
-        Duration::ZERO,
-    )?;
+    let mut start = Subscriber::open("start", stage.domain.on(&stage.device), Duration::ZERO)?;
     start.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
 
     let is_with = stage.option("--without").is_none();

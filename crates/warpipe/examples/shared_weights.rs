@@ -22,8 +22,8 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr as _, result};
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::weights::{Keeper, KeeperOptions, SharedTensor, SharedWeights, Weights};
-use warpipe::{DType, Device, DeviceKind, Layout, OpenOptions};
+use warpipe::weights::{Keeper, SharedTensor, SharedWeights, Weights};
+use warpipe::{DType, Device, DeviceKind, Layout};
 
 const NAME: &str = "network";
 const READERS: usize = 2;
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
         "reader" => read(stage),
         _ => {
             // Descriptors alone: a process that does nothing else is the safest place for it.
-            let keeper = Keeper::new(NAME, KeeperOptions::at(&stage.domain))?;
+            let keeper = Keeper::new(NAME, stage.domain.options())?;
             stage.start("trainer")?.finish()?;
             let readers: Outcome<Vec<_>> = (0..READERS).map(|_| stage.start("reader")).collect();
             readers?
@@ -124,11 +124,7 @@ fn fill_on_host(
 }
 
 fn read(stage: &Stage) -> Outcome<String> {
-    let weights = SharedWeights::open(
-        NAME,
-        OpenOptions::at(&stage.domain, &stage.device),
-        PATIENCE,
-    )?;
+    let weights = SharedWeights::open(NAME, stage.domain.on(&stage.device), PATIENCE)?;
     let stream = cudarc_stream(stage)?;
     for (tensor, (name, _, _)) in TENSORS.iter().enumerate() {
         let shared = weights

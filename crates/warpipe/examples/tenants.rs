@@ -40,9 +40,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use stage::{Outcome, PATIENCE, Stage, ensure, play_after};
 use warpipe::backend::DeviceKind;
-use warpipe::{
-    Error, ErrorKind, LentBuffer, LimitFault, OpenOptions, Pool, PoolClient, PoolOptions, Quota,
-};
+use warpipe::{Error, ErrorKind, LentBuffer, LimitFault, Pool, PoolClient, PoolOptions, Quota};
 
 const NAME: &str = "shared";
 /// Users without other processes.
@@ -93,7 +91,7 @@ fn become_tenant(stage: &mut Stage) -> Outcome<OwnedFd> {
 fn open_pool(stage: &Stage) -> Outcome<PoolClient> {
     Ok(PoolClient::open(
         NAME,
-        OpenOptions::at(&stage.domain, &stage.device),
+        stage.domain.on(&stage.device),
         Duration::ZERO,
     )?)
 }
@@ -325,7 +323,7 @@ fn broker(stage: &Stage) -> Outcome<String> {
         memory_limit: 2 * BYTES,
         allow_uids: vec![STEADY, FAULTY],
         user_quota: quota,
-        ..PoolOptions::at(&stage.domain, &stage.device)
+        ..stage.domain.on(&stage.device)
     };
     let pool = Pool::new(NAME, options)?;
     let steady = Tenant::start(stage, "steady")?;

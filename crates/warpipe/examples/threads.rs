@@ -20,7 +20,7 @@ use std::process::ExitCode;
 use std::thread;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Publisher, PublisherOptions, Result, Subscriber, SubscriberOptions};
+use warpipe::{Publisher, Result, Subscriber};
 
 const NAME: &str = "board";
 const THREADS: usize = 4;
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
 }
 
 fn run(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::new(NAME, PublisherOptions::at(&stage.domain, &stage.device))?;
+    let publisher = Publisher::new(NAME, stage.domain.on(&stage.device))?;
     let (written, seen, memory) = thread::scope(|scope| {
         let readers: Vec<_> = (0..THREADS).map(|_| scope.spawn(|| read(stage))).collect();
         publisher.wait_for_subscribers(THREADS, PATIENCE)?;
@@ -98,7 +98,7 @@ fn write(stage: &Stage, publisher: &Publisher) -> Result<Vec<u64>> {
 fn read(stage: &Stage) -> Result<Seen> {
     let mut subscriber = Subscriber::open(
         NAME,
-        SubscriberOptions::at(&stage.domain, &stage.device),
+        stage.domain.on(&stage.device),
         std::time::Duration::ZERO,
     )?;
     let stream = stage.device.stream()?;

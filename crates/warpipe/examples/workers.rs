@@ -50,7 +50,7 @@ fn main() -> ExitCode {
 fn work(stage: &Stage) -> Outcome<String> {
     let options = WorkerOptions {
         answer_timeout: PATIENCE,
-        ..WorkerOptions::at(&stage.domain, &stage.device)
+        ..stage.domain.on(&stage.device)
     };
     let mut worker = Worker::open(NAME, options, PATIENCE)?;
     let stream = stage.device.stream()?;
@@ -90,7 +90,7 @@ fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
         NAME,
         QueueOptions {
             prefetch: PREFETCH,
-            ..QueueOptions::at(&stage.domain, &stage.device)
+            ..stage.domain.on(&stage.device)
         },
     )?;
     let stream = stage.device.stream()?;

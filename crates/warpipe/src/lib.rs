@@ -11,9 +11,8 @@
 //! # let folder = std::env::temp_dir().join(format!("warpipe-tour-{}", std::process::id()));
 //! let domain = Domain::at(&folder)?; // `PublisherOptions::default()` takes the environment's,
 //! let device = Device::host(); // and the first GPU, else the host
-//! let publisher = Publisher::new("tour", PublisherOptions::at(&domain, &device))?;
-//! let options = SubscriberOptions::at(&domain, &device);
-//! let mut subscriber = Subscriber::open("tour", options, Duration::ZERO)?;
+//! let publisher = Publisher::new("tour", domain.on(&device))?;
+//! let mut subscriber = Subscriber::open("tour", domain.on(&device), Duration::ZERO)?;
 //!
 //! let stream = device.stream()?;
 //! publisher.send_bytes(&stream, b"a tensor of seven and more")?;
@@ -28,7 +27,7 @@
 //! Here both ends are in one process, so that the example runs as it stands; in two processes the
 //! lines are the same. The example programs in `examples/` start their processes themselves. Options
 //! are structs with public fields: name those that you set, and end with
-//! `..PublisherOptions::at(&domain, &device)` or `..PublisherOptions::default()`.
+//! `..domain.on(&device)` or `..PublisherOptions::default()`.
 //!
 //! # Choose by the job
 //!
@@ -172,7 +171,7 @@ pub use memory::legacy::{LegacyHandle, LegacyInfo, LegacyMemory};
 pub use memory::{
     DeviceSlice, Memory, MemoryInfo, PublishOptions, Published, SharedMemory, Ticket, TicketInfo,
 };
-pub use options::{CreateOptions, OpenOptions};
+pub use options::{CreateOptions, DeviceOptions, DomainOptions, OpenOptions};
 pub use pool::{Buffer, Pool, PoolClient, PoolOptions, PoolStats, PoolUsage, Quota};
 #[doc(hidden)] // For the bridge.
 pub use pubsub::lay_out_parts;

@@ -29,6 +29,63 @@ pub(crate) fn chosen_device(chosen: &Option<Device>) -> Device {
     chosen.clone().unwrap_or_else(preferred)
 }
 
+/// Options with a domain: see [`Domain::options`].
+pub trait DomainOptions: Default {
+    #[doc(hidden)]
+    fn domain_mut(&mut self) -> &mut Option<Domain>;
+}
+
+/// Options with a domain and a device: see [`Domain::on`].
+pub trait DeviceOptions: DomainOptions {
+    #[doc(hidden)]
+    fn device_mut(&mut self) -> &mut Option<Device>;
+}
+
+/// Implements [`DomainOptions`] and, for options with a device, [`DeviceOptions`].
+macro_rules! in_domain {
+    ($options:ty $(, $device:ident)?) => {
+        impl $crate::options::DomainOptions for $options {
+            fn domain_mut(&mut self) -> &mut Option<$crate::ipc::domain::Domain> {
+                &mut self.domain
+            }
+        }
+        $(impl $crate::options::DeviceOptions for $options {
+            fn device_mut(&mut self) -> &mut Option<$crate::device::Device> {
+                &mut self.$device
+            }
+        })?
+    };
+}
+
+pub(crate) use in_domain;
+
+impl Domain {
+    /// The default options of an endpoint, in this domain.
+    pub fn options<O: DomainOptions>(&self) -> O {
+        let mut options = O::default();
+        *options.domain_mut() = Some(self.clone());
+        options
+    }
+
+    /// The default options of an endpoint, in this domain and on this device.
+    ///
+    /// ```
+    /// # use warpipe::{Device, Domain, Publisher, PublisherOptions};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-on-{}", std::process::id()));
+    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+    /// let left = Publisher::new("left", domain.on(&device))?;
+    /// let options = PublisherOptions { depth: 2, ..domain.on(&device) };
+    /// let right = Publisher::new("right", options)?;
+    /// # drop((left, right)); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn on<O: DeviceOptions>(&self, device: &Device) -> O {
+        let mut options: O = self.options();
+        *options.device_mut() = Some(device.clone());
+        options
+    }
+}
+
 /// Takes the name in the chosen domain and serves it.
 pub(crate) fn serve(
     domain: &Option<Domain>,
@@ -61,16 +118,7 @@ pub struct CreateOptions {
     pub allow_gids: Vec<u32>,
 }
 
-impl CreateOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> CreateOptions {
-        CreateOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..CreateOptions::default()
-        }
-    }
-}
+in_domain!(CreateOptions, device);
 
 /// The options with which an endpoint of another process, or of this one, is opened by its name.
 ///
@@ -80,11 +128,13 @@ impl CreateOptions {
 /// where its owner does not answer.
 #[derive(Debug, Clone, Default)]
 pub struct OpenOptions {
-    /// The domain to look in; the environment's by default.
+    /// The domain to look in; the environment's by default, or an event handle's own.
     pub domain: Option<Domain>,
     /// The device to use it with; [`Device::preferred`] by default.
     pub device: Option<Device>,
 }
+
+in_domain!(OpenOptions, device);
 
 /// A session with the owner of a name, and the owner's first reply.
 pub(crate) struct Attachment<'w> {
@@ -97,14 +147,6 @@ pub(crate) struct Attachment<'w> {
 }
 
 impl OpenOptions {
-    /// In this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> OpenOptions {
-        OpenOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-        }
-    }
-
     /// Asks the owner of the name, which has to be of this kind, and has `open` make the object of
     /// its answer; both once more with the next owner, if this one ends meanwhile.
     pub(crate) fn open<'w, O>(

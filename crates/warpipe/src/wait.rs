@@ -24,16 +24,15 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// use std::cell::Cell;
 /// use std::time::Duration;
 /// use warpipe::{
-///     Device, Domain, Error, OptionalExtension, Publisher, PublisherOptions, Subscriber,
+///     Device, Domain, Error, OptionalExtension, Publisher, Subscriber,
 ///     SubscriberOptions, Wait,
 /// };
 /// # let folder = std::env::temp_dir().join(format!("warpipe-wait-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// # let stream = device.stream()?;
 ///
-/// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-/// let options = SubscriberOptions::at(&domain, &device);
-/// let mut subscriber = Subscriber::open("a", options, Duration::ZERO)?;
+/// let publisher = Publisher::new("a", domain.on(&device))?;
+/// let mut subscriber = Subscriber::open("a", domain.on(&device), Duration::ZERO)?;
 /// assert!(subscriber.receive(&stream, Duration::ZERO).optional()?.is_none());
 ///
 /// let looks = Cell::new(0);

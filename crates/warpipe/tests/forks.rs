@@ -10,10 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering, Ordering::
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use warpipe::{
-    CreateOptions, Device, Domain, Event, OpenOptions, Publisher, PublisherOptions, Semaphore,
-    Subscriber, SubscriberOptions, Timeline,
-};
+use warpipe::{Device, Domain, Event, Publisher, Semaphore, Subscriber, Timeline};
 
 const WAIT: Duration = Duration::from_secs(20);
 
@@ -132,13 +129,8 @@ fn children_that_several_threads_fork_at_once_have_nothing_of_the_lifeline() {
     let folder = std::env::temp_dir().join(format!("warpipe-forks-many-{}", std::process::id()));
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
     let before = descriptors();
-    let publisher = Publisher::new("many", PublisherOptions::at(&domain, &device)).unwrap();
-    let subscriber = Subscriber::open(
-        "many",
-        SubscriberOptions::at(&domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let publisher = Publisher::new("many", domain.on(&device)).unwrap();
+    let subscriber = Subscriber::open("many", domain.on(&device), Duration::ZERO).unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     let is_ours = |path: &&String| path.starts_with("socket:") || path.starts_with("pipe:");
     let has_kept = || {
@@ -226,14 +218,9 @@ fn status_of_a_child(work: impl FnOnce() -> bool) -> i32 {
 
 fn open_and_close(domain: &Domain, number: usize) {
     let (device, name) = (Device::host(), |kind: &str| format!("{kind}-{number}"));
-    let publisher =
-        Publisher::new(&name("publisher"), PublisherOptions::at(domain, &device)).unwrap();
-    let mut subscriber = Subscriber::open(
-        &name("publisher"),
-        SubscriberOptions::at(domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let publisher = Publisher::new(&name("publisher"), domain.on(&device)).unwrap();
+    let mut subscriber =
+        Subscriber::open(&name("publisher"), domain.on(&device), Duration::ZERO).unwrap();
     let stream = device.stream().unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
@@ -242,26 +229,11 @@ fn open_and_close(domain: &Domain, number: usize) {
         .unwrap()
         .finish(WAIT)
         .unwrap();
-    let timeline = Timeline::new(&name("timeline"), CreateOptions::at(domain, &device)).unwrap();
-    drop(
-        Timeline::open(
-            &name("timeline"),
-            OpenOptions::at(domain, &device),
-            Duration::ZERO,
-        )
-        .unwrap(),
-    );
-    let options = CreateOptions::at(domain, &device);
-    let semaphore = Semaphore::new(&name("semaphore"), 1, options).unwrap();
-    drop(
-        Semaphore::open(
-            &name("semaphore"),
-            OpenOptions::at(domain, &device),
-            Duration::ZERO,
-        )
-        .unwrap(),
-    );
-    drop(Event::new(CreateOptions::at(domain, &device)).unwrap());
+    let timeline = Timeline::new(&name("timeline"), domain.on(&device)).unwrap();
+    drop(Timeline::open(&name("timeline"), domain.on(&device), Duration::ZERO).unwrap());
+    let semaphore = Semaphore::new(&name("semaphore"), 1, domain.on(&device)).unwrap();
+    drop(Semaphore::open(&name("semaphore"), domain.on(&device), Duration::ZERO).unwrap());
+    drop(Event::new(domain.on(&device)).unwrap());
     let _ = domain.endpoints().unwrap();
     drop((publisher, subscriber, timeline, semaphore));
 }

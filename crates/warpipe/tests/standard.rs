@@ -8,9 +8,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use warpipe::{
-    Access, CreateOptions, Device, Domain, Event, Member, MemberOptions, Members, MembersOptions,
-    Memory, OpenOptions, Pool, PoolOptions, Publisher, PublisherOptions, Queue, QueueOptions,
-    Semaphore, Subscriber, SubscriberOptions, Ticket, Timeline, Worker, WorkerOptions,
+    Access, Device, Domain, Event, Member, MemberOptions, Members, Memory, Pool, Publisher, Queue,
+    Semaphore, Subscriber, Ticket, Timeline, Worker,
 };
 
 const WAIT: Duration = Duration::from_secs(40);
@@ -79,28 +78,21 @@ fn open_everything(folder: &Path) {
     let domain = none_taken("a domain", Domain::at(folder).unwrap());
     let (domain, device) = (&domain, &Device::host());
     let stream = device.stream().unwrap();
-    let publisher = Publisher::new("a", PublisherOptions::at(domain, device)).unwrap();
+    let publisher = Publisher::new("a", domain.on(device)).unwrap();
     let publisher = none_taken("a publisher", publisher);
-    let subscriber =
-        Subscriber::open("a", SubscriberOptions::at(domain, device), Duration::ZERO).unwrap();
+    let subscriber = Subscriber::open("a", domain.on(device), Duration::ZERO).unwrap();
     let mut subscriber = none_taken("a subscriber", subscriber);
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
     let sample = none_taken("a sample", subscriber.receive(&stream, WAIT).unwrap());
-    let timeline = Timeline::new("timeline", CreateOptions::at(domain, device)).unwrap();
-    let opened =
-        Timeline::open("timeline", OpenOptions::at(domain, device), Duration::ZERO).unwrap();
+    let timeline = Timeline::new("timeline", domain.on(device)).unwrap();
+    let opened = Timeline::open("timeline", domain.on(device), Duration::ZERO).unwrap();
     let _timeline = none_taken("a timeline", (timeline, opened));
-    let options = CreateOptions::at(domain, device);
-    let semaphore = Semaphore::new("semaphore", 1, options).unwrap();
-    let opened =
-        Semaphore::open("semaphore", OpenOptions::at(domain, device), Duration::ZERO).unwrap();
+    let semaphore = Semaphore::new("semaphore", 1, domain.on(device)).unwrap();
+    let opened = Semaphore::open("semaphore", domain.on(device), Duration::ZERO).unwrap();
     let _semaphore = none_taken("a semaphore", (semaphore, opened));
-    let _event = none_taken(
-        "an event",
-        Event::new(CreateOptions::at(domain, device)).unwrap(),
-    );
-    let members = Members::new(MembersOptions::at(domain)).unwrap();
+    let _event = none_taken("an event", Event::new(domain.on(device)).unwrap());
+    let members = Members::new(domain.options()).unwrap();
     let _members = none_taken(
         "members",
         (
@@ -108,7 +100,7 @@ fn open_everything(folder: &Path) {
                 "m",
                 MemberOptions {
                     role: "role".into(),
-                    ..MemberOptions::at(domain)
+                    ..domain.options()
                 },
             )
             .unwrap(),
@@ -119,10 +111,10 @@ fn open_everything(folder: &Path) {
     let fd = none_taken("a descriptor of it", memory.export_fd().unwrap());
     let opened = Memory::import_fd(device, &fd, &memory.info(), Access::Read).unwrap();
     let _opened = none_taken("opened memory", opened);
-    let queue = Queue::new("queue", QueueOptions::at(domain, device)).unwrap();
-    let worker = Worker::open("queue", WorkerOptions::at(domain, device), Duration::ZERO).unwrap();
+    let queue = Queue::new("queue", domain.on(device)).unwrap();
+    let worker = Worker::open("queue", domain.on(device), Duration::ZERO).unwrap();
     let _queue = none_taken("a queue", (worker, queue));
-    let pool = Pool::new("pool", PoolOptions::at(domain, device)).unwrap();
+    let pool = Pool::new("pool", domain.on(device)).unwrap();
     let _pool = none_taken(
         "a pool",
         (pool.allocate(4096, Duration::ZERO).unwrap(), pool),

@@ -9,7 +9,7 @@ use std::process::{ChildStdin, Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::Signal;
-use warpipe::weights::{Keeper, KeeperOptions, PublishedWeights, SharedWeights, Weights};
+use warpipe::weights::{Keeper, PublishedWeights, SharedWeights, Weights};
 use warpipe::{DType, Device, Domain, Error, Layout, OpenOptions};
 use warpipe_testkit::{ChildProcess, LineReader, TempDir, this_program};
 
@@ -438,11 +438,11 @@ impl Stage {
     }
 
     fn keeper(&self) -> Keeper {
-        Keeper::new("w", KeeperOptions::at(&self.domain)).unwrap()
+        Keeper::new("w", self.domain.options()).unwrap()
     }
 
     fn options(&self) -> OpenOptions {
-        OpenOptions::at(&self.domain, &Device::host())
+        self.domain.on(&Device::host())
     }
 
     /// Publishes a version with tensors of this byte, and keeps nothing else of it.

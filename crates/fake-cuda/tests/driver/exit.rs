@@ -8,10 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use warpipe::backend::{Backend, StreamOp};
-use warpipe::{
-    Device, Domain, Error, Memory, Publisher, PublisherOptions, Stream, Subscriber,
-    SubscriberOptions,
-};
+use warpipe::{Device, Domain, Error, Memory, Publisher, Stream, Subscriber};
 
 use super::cases::{MIB, driver_library, gpu, words};
 
@@ -102,13 +99,8 @@ fn occupy(device: &Device) {
 fn open_endpoints(device: &Device) {
     let folder = std::env::temp_dir().join(format!("warpipe-exit-{}", std::process::id()));
     let domain = Domain::at(&folder).unwrap();
-    let publisher = Publisher::new("exit", PublisherOptions::at(&domain, device)).unwrap();
-    let mut subscriber = Subscriber::open(
-        "exit",
-        SubscriberOptions::at(&domain, device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let publisher = Publisher::new("exit", domain.on(device)).unwrap();
+    let mut subscriber = Subscriber::open("exit", domain.on(device), Duration::ZERO).unwrap();
     // The process needs the folder no longer, and the test leaves no folder behind.
     std::fs::remove_dir_all(folder).unwrap();
     let stream = device.stream().unwrap();

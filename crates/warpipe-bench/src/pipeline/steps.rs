@@ -119,7 +119,7 @@ pub fn run(setup: &Setup, name: &str, place: BenchDomain) -> anyhow::Result<Vec<
                 name,
                 PublisherOptions {
                     depth: IN_FLIGHT,
-                    ..PublisherOptions::at(&setup.domain, &setup.device)
+                    ..setup.domain.on(&setup.device)
                 },
             )
         })
@@ -247,7 +247,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let words = Words::open(&device, control.receive_fd()?, LINES)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let memory = Memory::import(&device, control.receive_fd()?, bytes, owner)?;
-    let options = SubscriberOptions::at(&domain, &device);
+    let options: SubscriberOptions = domain.on(&device);
     let spinning = SubscriberOptions {
         spin: PATIENCE,
         ..options.clone()

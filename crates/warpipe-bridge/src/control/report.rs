@@ -92,7 +92,7 @@ impl Control {
                     depth: 2,
                     history: 1,
                     memory_limit: 64 << 20,
-                    ..PublisherOptions::at(&self.options.domain, &host)
+                    ..self.options.domain.on(&host)
                 },
             )?;
             self.status = Some((publisher, host.stream()?));

@@ -3,10 +3,7 @@ use std::time::Instant;
 
 use warpipe::backend::testing::{Failing, Wrapped};
 use warpipe::backend::{HostCopy, HostPiece};
-use warpipe::{
-    Device, Domain, Layout, Publisher, PublisherOptions, SlotReturn, Stream, Subscriber,
-    SubscriberOptions,
-};
+use warpipe::{Device, Domain, Layout, Publisher, SlotReturn, Stream, Subscriber};
 
 use super::outgoing::Copying;
 use super::*;
@@ -65,13 +62,8 @@ fn a_sample_with_a_copy_that_failed_or_was_given_up_is_released_behind_that_copy
     let (_session, outbox) = session::alone(&options);
     let failing = Wrapped::new(Device::host().backend().clone(), Failing::default());
     let device = Device::from_backend(failing.clone());
-    let publisher = Publisher::new("a", PublisherOptions::at(&options.domain, &device)).unwrap();
-    let mut subscriber = Subscriber::open(
-        "a",
-        SubscriberOptions::at(&options.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let publisher = Publisher::new("a", options.domain.on(&device)).unwrap();
+    let mut subscriber = Subscriber::open("a", options.domain.on(&device), Duration::ZERO).unwrap();
     let sender = LaneSender::new([1; 16], [2; 16], outbox);
     sender.ready(0, WINDOW_MAX);
     let layout = Layout::bytes_only(8).unwrap();

@@ -28,7 +28,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
         memory_limit: args.item_bytes * SLOTS,
         loan_timeout: PATIENCE,
         policy: Policy::Block { timeout: PATIENCE },
-        ..PublisherOptions::at(&child.domain, &child.device)
+        ..child.domain.on(&child.device)
     };
     let publisher = Publisher::new(ENDPOINT, options)?;
     publisher.wait_for_subscribers(args.subscribers, PATIENCE)?;

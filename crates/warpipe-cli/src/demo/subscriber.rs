@@ -34,7 +34,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     let child = Child::begin(args)?;
     let options = SubscriberOptions {
         reconnect: true,
-        ..SubscriberOptions::at(&child.domain, &child.device)
+        ..child.domain.on(&child.device)
     };
     let subscriber = Subscriber::open(ENDPOINT, options, PATIENCE)?;
     tell(json!({ "ready": 1 }))?;

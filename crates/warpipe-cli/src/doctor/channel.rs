@@ -4,9 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use warpipe::{
-    Device, Domain, Error, Layout, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
-};
+use warpipe::{Device, Domain, Error, Layout, Publisher, PublisherOptions, Subscriber};
 
 use super::report::Check;
 use crate::output;
@@ -31,15 +29,11 @@ fn round(device: &Device, domain: &Domain) -> anyhow::Result<String> {
     let endpoint = format!("doctor/{}", std::process::id());
     let options = PublisherOptions {
         timestamps: true,
-        ..PublisherOptions::at(domain, device)
+        ..domain.on(device)
     };
     let publisher = Publisher::new(&endpoint, options).context("binding")?;
-    let mut subscriber = Subscriber::open(
-        &endpoint,
-        SubscriberOptions::at(domain, device),
-        Duration::ZERO,
-    )
-    .context("connecting")?;
+    let mut subscriber =
+        Subscriber::open(&endpoint, domain.on(device), Duration::ZERO).context("connecting")?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let (here, there) = (device.stream()?, device.stream()?);
     let sample = publisher.loan(&Layout::bytes_only(BYTES)?)?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::json;
-use warpipe::{Device, Domain, Endpoint, Subscriber, SubscriberOptions};
+use warpipe::{Device, Domain, Endpoint, Subscriber};
 use warpipe_bridge::{Direction, RemoteName, STATUS_PREFIX, Status};
 
 use crate::output::{Output, Style, printable, styled};
@@ -38,11 +38,7 @@ pub(super) fn list(output: Output, domain: &Domain, endpoints: &[Endpoint]) -> a
 
 fn status(domain: &Domain, bridge: &str) -> anyhow::Result<Status> {
     let device = Device::host();
-    let mut subscriber = Subscriber::open(
-        bridge,
-        SubscriberOptions::at(domain, &device),
-        Duration::ZERO,
-    )?;
+    let mut subscriber = Subscriber::open(bridge, domain.on(&device), Duration::ZERO)?;
     let sample = subscriber.receive(&device.stream()?, TIMEOUT)?;
     let bytes = sample.layout().bytes();
     anyhow::ensure!(

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 use warpipe::weights::{NamedWeights, Source, Weights};
-use warpipe::{Domain, Error, OpenOptions};
+use warpipe::{Domain, Error};
 
 use crate::args::WeightsServeArgs;
 use crate::device_arg::DeviceArg;
@@ -140,7 +140,7 @@ fn load(args: &ChildArgs) -> anyhow::Result<ChildLine> {
     let total = source.bytes();
     let last_percent = Mutex::new(None);
     let start = Instant::now();
-    let weights = Weights::load_with_progress(&device, &source, |done| {
+    let weights = Weights::load(&device, &source, |done| {
         let percent = done.saturating_mul(100) / total.max(1);
         // A panic of another reader ends the process.
         let Ok(mut last) = last_percent.lock() else {
@@ -192,8 +192,7 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
         return Ok(ChildLine::NotTaken(NotTaken { version, reason }));
     }
     let start = Instant::now();
-    let options = OpenOptions::at(&domain, &device);
-    let (version, damaged) = super::compare(&args.name, options, HASHES_TIMEOUT)?;
+    let (version, damaged) = super::compare(&args.name, domain.on(&device), HASHES_TIMEOUT)?;
     let reason = match damaged {
         Some(tensors) if tensors.is_empty() => {
             return Ok(ChildLine::Offered(OfferedVersion {

@@ -31,7 +31,7 @@ pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
     let options = KeeperOptions {
         allow_uids: args.allow_uids.to_vec(),
         allow_gids: args.allow_gids.to_vec(),
-        ..KeeperOptions::at(&domain)
+        ..domain.options()
     };
     let keeper = Keeper::new(&args.name, options).map_err(with_next_step_for_a_kept_name)?;
     let serve = Serve {

@@ -2,7 +2,6 @@
 
 use warpipe::{
     DType, Device, Layout, Policy, Publisher, PublisherOptions, SampleMut, Stream, Subscriber,
-    SubscriberOptions,
 };
 
 use super::support::{Running, device};
@@ -87,12 +86,11 @@ fn samples_of_many_layouts_that_go_together_arrive_each_with_its_own() {
     let options = PublisherOptions {
         depth: 128,
         policy: Policy::Block { timeout: LONG },
-        ..PublisherOptions::at(&near, &device)
+        ..near.on(&device)
     };
     let publisher = Publisher::new("camera/front", options).unwrap();
     let _bridges = pair.bridges_on(&super::support::device(), &[]);
-    let mut subscriber =
-        Subscriber::open("camera/front", SubscriberOptions::at(&far, &device), LONG).unwrap();
+    let mut subscriber = Subscriber::open("camera/front", far.on(&device), LONG).unwrap();
     let layouts = layouts();
     let (sent, on) = (layouts.clone(), device.clone());
     let sender = std::thread::spawn(move || {

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{Sender, channel};
 
 use rustix::process::Signal;
-use warpipe::{Device, Subscriber, SubscriberOptions};
+use warpipe::{Device, Subscriber};
 use warpipe_testkit::ChildProcess;
 
 use super::support::{PATIENCE, Running, World};
@@ -277,12 +277,7 @@ fn a_network_that_is_cut_ends_no_publisher_and_samples_come_again_with_a_gap_whe
     let _exporter = Cable::start(&cable.near, &pair.near, &exporting);
     let mut importer = Cable::start(&cable.far, &pair.far, &importing);
     // It does not reconnect: the same link of the same publisher goes on.
-    let mut once = Subscriber::open(
-        "camera/front",
-        SubscriberOptions::at(&far, &Device::host()),
-        LONG,
-    )
-    .unwrap();
+    let mut once = Subscriber::open("camera/front", far.on(&Device::host()), LONG).unwrap();
     let before = publish_until_received(&publisher, &mut once);
     cable.set("down");
     importer.wait_for_line("is unreachable");

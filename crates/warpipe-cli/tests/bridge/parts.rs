@@ -1,8 +1,8 @@
 //! Samples of several tensors, on the device that `WARPIPE_TEST_DEVICE` names.
 
 use warpipe::{
-    DType, Layout, Memory, PublishOptions, Publisher, PublisherOptions, SampleMut, Stream,
-    Subscriber, SubscriberOptions,
+    DType, Layout, Memory, Publisher, PublisherOptions, SampleMut, Stream, Subscriber,
+    SubscriberOptions,
 };
 
 use super::batches::open;
@@ -27,10 +27,10 @@ fn send(loan: SampleMut, stream: &Stream, number: u64) {
 fn the_parts_of_a_sample_arrive_with_their_names_layouts_bytes_and_the_longest_metadata() {
     let (pair, device) = (Pair::new(), open());
     let (near, far) = pair.domains();
-    let publisher = PublisherOptions::at(&near, &device);
+    let publisher: PublisherOptions = near.on(&device);
     let publisher = Publisher::new("camera/front", publisher).unwrap();
     let _bridges = pair.bridges_on(&super::support::device(), &["--tensor-max", "1"]);
-    let subscriber = SubscriberOptions::at(&far, &device);
+    let subscriber: SubscriberOptions = far.on(&device);
     let mut subscriber = Subscriber::open("camera/front", subscriber, LONG).unwrap();
     let stream = device.stream().unwrap();
 
@@ -46,7 +46,7 @@ fn the_parts_of_a_sample_arrive_with_their_names_layouts_bytes_and_the_longest_m
         ("nothing", Layout::bytes_only(0).unwrap()),
     ];
     let content = |number: u64, layout: &Layout| vec![number as u8; layout.bytes() as usize];
-    let published = memory.publish("memory", PublishOptions::at(&near)).unwrap();
+    let published = memory.publish("memory", near.options()).unwrap();
     let mut sent = Vec::new();
     // The third has no part in its slot.
     for (number, in_slot, outside) in [

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use warpipe::{DType, Device, Domain, Error, Layout, Queue, QueueOptions, Worker, WorkerOptions};
+use warpipe::{DType, Device, Domain, Error, Layout, Queue, QueueOptions, Worker};
 
 use super::support::{PATIENCE, Running};
 use super::{LONG, Pair, kills};
@@ -20,7 +20,7 @@ fn queue(domain: &Domain) -> Queue {
         QueueOptions {
             limit: 4096,
             max_attempts: 1000,
-            ..QueueOptions::at(domain, &Device::host())
+            ..domain.on(&Device::host())
         },
     )
     .unwrap()
@@ -28,7 +28,7 @@ fn queue(domain: &Domain) -> Queue {
 
 /// A worker of the queue, once it is there.
 fn worker(domain: &Domain) -> Worker {
-    Worker::open("jobs", WorkerOptions::at(domain, &Device::host()), LONG).unwrap()
+    Worker::open("jobs", domain.on(&Device::host()), LONG).unwrap()
 }
 
 /// Starts the bridge that gives jobs of `near` away, or the one that takes them in `far`.
@@ -100,9 +100,7 @@ impl Doing {
             let device = Device::host();
             let stream = device.stream().unwrap();
             while !stop.load(Ordering::Relaxed) {
-                let Ok(mut worker) =
-                    Worker::open(name, WorkerOptions::at(&domain, &device), Duration::ZERO)
-                else {
+                let Ok(mut worker) = Worker::open(name, domain.on(&device), Duration::ZERO) else {
                     // The queue is not there, or its bridge was killed.
                     std::thread::park_timeout(SLICE);
                     continue;
@@ -260,7 +258,7 @@ fn a_job_of_a_machine_that_can_be_reached_does_not_go_back_when_workers_there_le
     // A carrier of the bridge gets no second job while it has one.
     let options = QueueOptions {
         prefetch: 1,
-        ..QueueOptions::at(&near, &Device::host())
+        ..near.on(&Device::host())
     };
     let queue = Queue::new("jobs", options).unwrap();
     let stream = Device::host().stream().unwrap();
@@ -290,11 +288,7 @@ fn a_pattern_that_matches_many_names_of_publishers_still_finds_the_queue() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
     let publisher = |number: u32| {
-        warpipe::Publisher::new(
-            &format!("camera/{number}"),
-            warpipe::PublisherOptions::at(&near, &Device::host()),
-        )
-        .unwrap()
+        warpipe::Publisher::new(&format!("camera/{number}"), near.on(&Device::host())).unwrap()
     };
     let _publishers: Vec<_> = (0..20).map(publisher).collect();
     let (queue, stream) = (queue(&near), Device::host().stream().unwrap());
@@ -312,7 +306,7 @@ fn a_job_or_a_result_that_one_end_does_not_take_fails_with_the_reason_and_others
         "jobs",
         QueueOptions {
             max_attempts: 1,
-            ..QueueOptions::at(&near, &Device::host())
+            ..near.on(&Device::host())
         },
     )
     .unwrap();
@@ -344,7 +338,7 @@ fn results_that_their_owner_does_not_take_hold_up_no_result_of_another_job() {
     // Results come in the order of the jobs: the owner waits for the first.
     let options = QueueOptions {
         limit: 4096,
-        ..QueueOptions::at(&near, &Device::host())
+        ..near.on(&Device::host())
     };
     let queue = Queue::new("jobs", options).unwrap();
     let stream = Device::host().stream().unwrap();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use warpipe::weights::SharedWeights;
-use warpipe::{Device, Domain, OpenOptions};
+use warpipe::{Device, Domain};
 use warpipe_testkit::{ChildProcess, LineReader};
 
 use super::{PATIENCE, Running, World, device};
@@ -168,7 +168,7 @@ pub fn be_a_worker() {
 
 pub fn be_a_worker_in(domain: &Domain) {
     let (device, wait) = (open_device(), Duration::from_secs(60));
-    let weights = SharedWeights::open("w", OpenOptions::at(domain, &device), wait).unwrap();
+    let weights = SharedWeights::open("w", domain.on(&device), wait).unwrap();
     let read = || {
         let sum = |name| -> u64 {
             let bytes = weights.tensor(name).unwrap().memory.to_vec(wait).unwrap();

@@ -5,9 +5,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{
-    Access, AllocationClient, AllocationServer, CreateOptions, Error, OpenOptions, Stream,
-};
+use warpipe::{Access, AllocationClient, AllocationServer, Error, Stream};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -63,14 +61,14 @@ const NAME: &str = "tensors";
 fn server(context: &Context) -> Result<AllocationServer> {
     Ok(AllocationServer::new(
         NAME,
-        CreateOptions::at(&context.domain, &context.device),
+        context.domain.on(&context.device),
     )?)
 }
 
 fn client(context: &Context) -> Result<AllocationClient> {
     Ok(AllocationClient::open(
         NAME,
-        OpenOptions::at(&context.domain, &context.device),
+        context.domain.on(&context.device),
         Duration::ZERO,
     )?)
 }

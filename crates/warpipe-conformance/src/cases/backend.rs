@@ -136,14 +136,14 @@ fn pair(
 ) -> Result<(Publisher, Subscriber)> {
     let options = PublisherOptions {
         device: Some(publishing.clone()),
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("pair", options)?;
     let subscriber = Subscriber::open(
         "pair",
         SubscriberOptions {
             device: Some(receiving.clone()),
-            ..SubscriberOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
         Duration::ZERO,
     )?;

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{
-    CreateOptions, Memory, OpenOptions, PeerState, PoolClient, Semaphore, Subscriber,
-    SubscriberOptions, Timeline, Worker, WorkerOptions,
+    Memory, PeerState, PoolClient, Semaphore, Subscriber, SubscriberOptions, Timeline, Worker,
+    WorkerOptions,
 };
 use warpipe_testkit::eventually;
 
@@ -63,17 +63,13 @@ const ENDPOINTS: &[(&str, Attach)] = &[
         Ok(())
     }),
     ("pool", |context, patience| {
-        PoolClient::open(
-            "warm/pool",
-            OpenOptions::at(&context.domain, &context.device),
-            patience,
-        )?;
+        PoolClient::open("warm/pool", context.domain.on(&context.device), patience)?;
         Ok(())
     }),
     ("timeline", |context, patience| {
         Timeline::open(
             "warm/timeline",
-            OpenOptions::at(&context.domain, &context.device),
+            context.domain.on(&context.device),
             patience,
         )?;
         Ok(())
@@ -81,7 +77,7 @@ const ENDPOINTS: &[(&str, Attach)] = &[
     ("semaphore", |context, patience| {
         Semaphore::open(
             "warm/semaphore",
-            OpenOptions::at(&context.domain, &context.device),
+            context.domain.on(&context.device),
             patience,
         )?;
         Ok(())
@@ -95,7 +91,7 @@ fn attach_to_channel(context: &Context, name: &str, patience: Duration) -> Resul
         name,
         SubscriberOptions {
             handshake_timeout: patience,
-            ..SubscriberOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
         Duration::ZERO,
     )?;
@@ -279,8 +275,11 @@ fn upstream(context: &Context, name: &str) -> Result<(Peer, String)> {
 fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Result<()> {
     let context = &context.apart(&format!("cell{cell}"))?;
     let (up, down, idle) = ("up", "down", "idle");
-    let options = CreateOptions::at(&context.domain, &context.device);
-    let _turns = Semaphore::new(&format!("{up}/semaphore"), 1, options)?;
+    let _turns = Semaphore::new(
+        &format!("{up}/semaphore"),
+        1,
+        context.domain.on(&context.device),
+    )?;
     let (mut upstream, event) = upstream(context, up)?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Guard)?;

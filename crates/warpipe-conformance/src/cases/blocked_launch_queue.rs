@@ -75,7 +75,7 @@ impl HeldUp {
         upstream.publish(PublisherPlan::of("upstream"))?;
         let options = SubscriberOptions {
             device: Some(device.clone()),
-            ..SubscriberOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         };
         let mut subscriber = Subscriber::open("upstream", options, Duration::ZERO)?;
         let stream = device.stream()?;
@@ -83,14 +83,14 @@ impl HeldUp {
             "aside",
             PublisherOptions {
                 device: Some(device.clone()),
-                ..PublisherOptions::at(&context.domain, &context.device)
+                ..context.domain.on(&context.device)
             },
         )?;
         let mut aside = Subscriber::open(
             "aside",
             SubscriberOptions {
                 device: Some(device.clone()),
-                ..SubscriberOptions::at(&context.domain, &context.device)
+                ..context.domain.on(&context.device)
             },
             Duration::ZERO,
         )?;
@@ -104,7 +104,7 @@ impl HeldUp {
                 device: Some(device.clone()),
                 policy: Policy::DropNewest,
                 depth: 4,
-                ..PublisherOptions::at(&context.domain, &context.device)
+                ..context.domain.on(&context.device)
             },
         )?);
         let sent = Arc::new(AtomicU64::new(0));
@@ -273,7 +273,7 @@ fn joiner(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         device: Some(device.clone()),
         history: 2,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("joined", options)?;
     let (sending, receiving) = (device.stream()?, context.stream()?);

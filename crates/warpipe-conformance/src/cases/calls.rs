@@ -28,7 +28,7 @@ fn calls_of_a_send(context: &Context) -> Result<()> {
     for name in ["alone", "followed"] {
         let options = PublisherOptions {
             depth: 2 * ROUNDS,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         };
         let publisher = Publisher::new(name, options)?;
         if name == "followed" {

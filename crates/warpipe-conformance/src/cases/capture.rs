@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    Access, CreateOptions, Error, Event, Layout, LentBuffer, Memory, Pool, PoolOptions, Semaphore,
-    StateFault, Stream, Timeline,
+    Access, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, StateFault, Stream, Timeline,
 };
 use warpipe_testkit::eventually;
 
@@ -177,15 +176,14 @@ fn refusals(context: &Context) -> Result<()> {
     loan.write(&free, b"late")?;
     free.synchronize(PATIENCE)?;
     let (timeline, event) = (
-        Timeline::new("steps", CreateOptions::at(domain, device))?,
-        Event::new(CreateOptions::at(domain, device))?,
+        Timeline::new("steps", domain.on(device))?,
+        Event::new(domain.on(device))?,
     );
     event.record(&free, PATIENCE)?;
-    let options = CreateOptions::at(domain, device);
-    let semaphore = Semaphore::new("permits", 1, options)?;
+    let semaphore = Semaphore::new("permits", 1, domain.on(device))?;
     let (memory, pool) = (
         Memory::allocate(device, 8 * WORDS)?,
-        Pool::new("pool", PoolOptions::at(domain, device))?,
+        Pool::new("pool", domain.on(device))?,
     );
     let block = pool.allocate(4096, Duration::ZERO)?;
     let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device, Duration::ZERO)?;
@@ -290,7 +288,8 @@ fn jobs(context: &Context) -> Result<()> {
     let mut worker = context.worker("jobs")?;
     let mut server = context.server("answers")?;
     let first = queue.submit_bytes(b"first", &free)?;
-    let (input, answer_handle) = worker.lease(&free, PATIENCE)?.split();
+    let lease = worker.lease(&free, PATIENCE)?;
+    let (input, answer_handle) = (lease.input, lease.answer_handle);
     let mut loan = queue.loan(&Layout::bytes_only(6)?)?;
     loan.write(&free, b"second")?;
     graphs.begin(&stream, Mode::Global)?;
@@ -336,9 +335,8 @@ fn drops(context: &Context) -> Result<()> {
     let (graphs, device, domain) = (Graphs::of(context)?, &context.device, &context.domain);
     let publisher = context.publisher("frames")?;
     let mut subscriber = context.subscriber("frames")?;
-    let options = CreateOptions::at(domain, device);
-    let semaphore = Semaphore::new("permits", 1, options)?;
-    let pool = Pool::new("pool", PoolOptions::at(domain, device))?;
+    let semaphore = Semaphore::new("permits", 1, domain.on(device))?;
+    let pool = Pool::new("pool", domain.on(device))?;
     let block = pool.allocate(4096, Duration::ZERO)?;
     let (stream, go) = held_up(context)?;
     let loan = publisher.loan(&Layout::bytes_only(4)?)?;

@@ -81,7 +81,7 @@ const WORDS: u64 = 512;
 fn held_and_released_at_random(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         depth: 8,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("held", options)?;
     let stream = context.stream()?;
@@ -104,7 +104,7 @@ fn held_long(context: &Context) -> Result<()> {
         "long",
         PublisherOptions {
             depth: 4,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let stream = context.stream()?;
@@ -129,7 +129,7 @@ fn history(context: &Context) -> Result<()> {
         "history",
         PublisherOptions {
             history: 3,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let stream = context.stream()?;
@@ -156,7 +156,7 @@ fn skipped_numbers(context: &Context) -> Result<()> {
         PublisherOptions {
             forwards: Some([7; 16]),
             history: 2,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let stream = context.stream()?;
@@ -192,7 +192,7 @@ fn next_forwarder(context: &Context) -> Result<()> {
             PublisherOptions {
                 forwards: Some([7; 16]),
                 history: 4,
-                ..PublisherOptions::at(&context.domain, &context.device)
+                ..context.domain.on(&context.device)
             },
         )
     };
@@ -207,7 +207,7 @@ fn next_forwarder(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     let options = SubscriberOptions {
         reconnect: true,
-        ..SubscriberOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let mut here = Subscriber::open("forwarded", options, Duration::ZERO)?;
     peer.subscribe("forwarded")?;
@@ -244,7 +244,7 @@ fn history_in_flight(context: &Context) -> Result<()> {
         "history",
         PublisherOptions {
             history: 2,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let stream = context.stream()?;
@@ -299,7 +299,7 @@ fn one_thread(context: &Context) -> Result<()> {
         "alone",
         PublisherOptions {
             timestamps: true,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let mut subscriber = context.subscriber("alone")?;
@@ -493,7 +493,7 @@ fn refused_signal(context: &Context) -> Result<()> {
     let (failing, device) = failing_device(context);
     let options = PublisherOptions {
         device: Some(device.clone()),
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("refused", options)?;
     let (sending, receiving) = (device.stream()?, context.stream()?);
@@ -531,7 +531,7 @@ fn lost_history(context: &Context) -> Result<()> {
         PublisherOptions {
             device: Some(device.clone()),
             history: 3,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let (sending, stream) = (device.stream()?, context.stream()?);
@@ -632,7 +632,7 @@ fn other_devices(context: &Context) -> Result<()> {
     }
     let options = PublisherOptions {
         history: 2,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("across", options)?;
     let stream = context.stream()?;

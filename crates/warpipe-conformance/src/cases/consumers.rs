@@ -124,7 +124,7 @@ fn lost_sample(context: &Context) -> Result<()> {
     let device = Device::from_backend(failing.clone());
     let options = PublisherOptions {
         device: Some(device.clone()),
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("lost", options)?;
     let mut subscriber = context.subscriber("lost")?;

@@ -345,7 +345,7 @@ fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         memory_limit: 4 * slot,
         loan_timeout: PATIENCE,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("tight", options)?;
     let stream = context.stream()?;
@@ -497,7 +497,7 @@ fn time_to_reclaim(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         memory_limit: slot,
         loan_timeout: PATIENCE,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("tight", options)?;
     let stream = context.stream()?;

@@ -19,8 +19,8 @@ use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
 };
 use warpipe::{
-    Access, CreateOptions, DeviceFault, Error, Loss, Memory, MemoryInfo, OpenOptions, Sample,
-    Stream, Subscriber, SubscriberOptions, Timeline,
+    Access, DeviceFault, Error, Loss, Memory, MemoryInfo, Sample, Stream, Subscriber,
+    SubscriberOptions, Timeline,
 };
 use warpipe_testkit::eventually;
 
@@ -259,15 +259,11 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
         for _ in 0..EACH {
             let options = SubscriberOptions {
                 handshake_timeout: PATIENCE,
-                ..SubscriberOptions::at(&context.domain, &context.device)
+                ..context.domain.on(&context.device)
             };
             let met = Subscriber::open("evil", options, Duration::ZERO);
             ensure!(met.is_err(), "a hostile socket was taken for a publisher");
-            let met = Timeline::open(
-                "evil",
-                OpenOptions::at(&context.domain, &context.device),
-                Duration::ZERO,
-            );
+            let met = Timeline::open("evil", context.domain.on(&context.device), Duration::ZERO);
             ensure!(
                 met.is_err(),
                 "a hostile socket was taken for a timeline's owner"
@@ -281,10 +277,7 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
 
 fn lingering(context: &Context) -> Result<()> {
     let publisher = context.publisher("good")?;
-    let timeline = Timeline::new(
-        "values",
-        CreateOptions::at(&context.domain, &context.device),
-    )?;
+    let timeline = Timeline::new("values", context.domain.on(&context.device))?;
     let scene = Scene::begin(context)?;
     let mut readers = Vec::new();
     let came = throw_at_all(context, || {
@@ -380,10 +373,7 @@ fn mount(device: &File, path: &std::path::Path) -> std::io::Result<()> {
 
 fn silent(context: &Context) -> Result<()> {
     let publisher = context.publisher("good")?;
-    let timeline = Timeline::new(
-        "values",
-        CreateOptions::at(&context.domain, &context.device),
-    )?;
+    let timeline = Timeline::new("values", context.domain.on(&context.device))?;
     let scene = Scene::begin(context)?;
     let mounted = Mounted::new(context)?;
     let came = throw_at_all(context, || mounted.locate())?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use warpipe::backend::testing::{Counting, Delaying, Wrapped};
-use warpipe::{CreateOptions, Device, Error, Event, EventHandle, LimitFault, StateFault};
+use warpipe::{Device, Error, Event, EventHandle, LimitFault, StateFault};
 use warpipe_testkit::eventually;
 
 use self::deaths::{
@@ -90,7 +90,7 @@ fn parse(text: &str) -> Result<EventHandle> {
 fn exporter(context: &Context, device: &Device) -> Result<(Peer, Event)> {
     let mut peer = context.peer()?;
     let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
-    let event = Event::open(&parse(&text)?, device, Duration::ZERO)?;
+    let event = Event::open(&parse(&text)?, context.domain.on(device), Duration::ZERO)?;
     Ok((peer, event))
 }
 
@@ -200,7 +200,7 @@ fn untouched_raw(context: &Context) -> Result<()> {
     ensure!(recorded() == 0, "an importer recorded CUDA's own event");
     event.synchronize(PATIENCE)?;
     // It lives until the count is taken: dropping values records events, too.
-    let own = Event::new(CreateOptions::at(&context.domain, &device))?;
+    let own = Event::new(context.domain.on(&device))?;
     own.record(&stream, PATIENCE)?;
     ensure!(
         recorded() == 1,
@@ -239,7 +239,7 @@ fn dropped_event(context: &Context) -> Result<()> {
     stream.synchronize(PATIENCE)?;
     let handle = event.handle()?;
     drop(event);
-    match Event::open(&handle, &context.device, Duration::ZERO) {
+    match Event::open(&handle, context.domain.on(&context.device), Duration::ZERO) {
         Err(
             Error::NotFound { .. }
             | Error::PeerGone { graceful: true, .. }
@@ -265,10 +265,10 @@ fn limit_of_events(context: &Context) -> Result<()> {
     .context("setrlimit")?;
     let stream = context.stream()?;
     let mut events = (0..4096)
-        .map(|_| Event::new(CreateOptions::at(&context.domain, &context.device)))
+        .map(|_| Event::new(context.domain.on(&context.device)))
         .collect::<warpipe::Result<Vec<Event>>>()
         .context("4096 events")?;
-    match Event::new(CreateOptions::at(&context.domain, &context.device)) {
+    match Event::new(context.domain.on(&context.device)) {
         Err(Error::Limit(LimitFault::Events(4096))) => {}
         other => bail!("the 4097th event gave {other:?}"),
     }
@@ -286,7 +286,7 @@ fn limit_of_events(context: &Context) -> Result<()> {
     // One that nobody else has open: what others use is free when they are done.
     drop(events.swap_remove(1000));
     drop(
-        Event::new(CreateOptions::at(&context.domain, &context.device))
+        Event::new(context.domain.on(&context.device))
             .context("one was dropped, so there is room")?,
     );
     stream.synchronize(PATIENCE)?;
@@ -296,7 +296,7 @@ fn limit_of_events(context: &Context) -> Result<()> {
 }
 
 fn limit_of_recorders(context: &Context) -> Result<()> {
-    let event = Event::new(CreateOptions::at(&context.domain, &context.device))?;
+    let event = Event::new(context.domain.on(&context.device))?;
     let text = event.handle()?.to_string();
     let mut peers = Vec::new();
     for _ in 0..8 {
@@ -325,7 +325,7 @@ fn limit_of_recorders(context: &Context) -> Result<()> {
 }
 
 fn wrong_handles(context: &Context) -> Result<()> {
-    let event = Event::new(CreateOptions::at(&context.domain, &context.device))?;
+    let event = Event::new(context.domain.on(&context.device))?;
     let text = event.handle()?.to_string();
     let mut peer = context.peer()?;
     for wrong in [
@@ -357,7 +357,11 @@ fn wrong_handles(context: &Context) -> Result<()> {
         matches!(kind, Err("NotFound" | "PeerGone" | "Handle")),
         "a dead exporter's handle gave {gone:?}"
     );
-    match Event::open(&parse(&text)?, &context.device, Duration::ZERO) {
+    match Event::open(
+        &parse(&text)?,
+        context.domain.on(&context.device),
+        Duration::ZERO,
+    ) {
         Err(Error::NotFound {
             was_there: true, ..
         }) => {}

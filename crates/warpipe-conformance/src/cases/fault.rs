@@ -143,7 +143,7 @@ impl<'a> Flow<'a> {
                     PublisherOptions {
                         device: Some(out.device.clone()),
                         history: 1,
-                        ..PublisherOptions::at(&self.context.domain, &self.context.device)
+                        ..self.context.domain.on(&self.context.device)
                     },
                 )?);
             }
@@ -152,7 +152,7 @@ impl<'a> Flow<'a> {
                     "fault",
                     SubscriberOptions {
                         device: Some(back.device.clone()),
-                        ..SubscriberOptions::at(&self.context.domain, &self.context.device)
+                        ..self.context.domain.on(&self.context.device)
                     },
                     std::time::Duration::ZERO,
                 )?);

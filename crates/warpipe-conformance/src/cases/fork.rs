@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{
-    CreateOptions, Error, Event, EventHandle, Layout, OpenOptions, Publisher, PublisherOptions,
-    Sample, SampleMut, Semaphore, StateFault, Stream, Subscriber, Timeline,
+    Error, Event, EventHandle, Layout, Publisher, PublisherOptions, Sample, SampleMut, Semaphore,
+    StateFault, Stream, Subscriber, Timeline,
 };
 use warpipe_testkit::{eventually, pidfd, wait_readable};
 
@@ -192,12 +192,16 @@ fn signals_refuse(context: &Context) -> Result<()> {
     peer.signals(SignalOrder::CreateTimeline("theirs".into()))?;
     let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
     let mut timelines = vec![
-        Timeline::new("ours", CreateOptions::at(domain, device))?,
-        Timeline::open("theirs", OpenOptions::at(domain, device), PATIENCE)?,
+        Timeline::new("ours", domain.on(device))?,
+        Timeline::open("theirs", domain.on(device), PATIENCE)?,
     ];
     let mut events = vec![
-        Event::new(CreateOptions::at(domain, device))?,
-        Event::open(&text.parse::<EventHandle>()?, device, Duration::ZERO)?,
+        Event::new(domain.on(device))?,
+        Event::open(
+            &text.parse::<EventHandle>()?,
+            domain.on(device),
+            Duration::ZERO,
+        )?,
     ];
     let code = in_a_child(|| {
         let (timelines, events) = (std::mem::take(&mut timelines), std::mem::take(&mut events));
@@ -267,7 +271,7 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         memory_limit: 2 * slot,
         loan_timeout: PATIENCE,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("tight", options)?;
     let stream = context.stream()?;
@@ -291,16 +295,8 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
 }
 
 fn semaphore_refuses(context: &Context) -> Result<()> {
-    let creator = Semaphore::new(
-        "forked",
-        3,
-        CreateOptions::at(&context.domain, &context.device),
-    )?;
-    let member = Semaphore::open(
-        "forked",
-        OpenOptions::at(&context.domain, &context.device),
-        Duration::ZERO,
-    )?;
+    let creator = Semaphore::new("forked", 3, context.domain.on(&context.device))?;
+    let member = Semaphore::open("forked", context.domain.on(&context.device), Duration::ZERO)?;
     let stream = context.stream()?;
     let mut held = vec![
         member.acquire(&stream, PATIENCE)?,
@@ -350,11 +346,7 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
 }
 
 fn permit_despite_a_child(context: &Context) -> Result<()> {
-    let semaphore = Semaphore::new(
-        "turns",
-        1,
-        CreateOptions::at(&context.domain, &context.device),
-    )?;
+    let semaphore = Semaphore::new("turns", 1, context.domain.on(&context.device))?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Semaphore(SemaphoreOrder::Open {
         name: "turns".into(),

@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, bail};
 use std::time::Duration;
-use warpipe::{Error, OpenOptions, Stream, Timeline};
+use warpipe::{Error, Stream, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -70,11 +70,7 @@ fn timelines(context: &Context) -> Result<()> {
             .map(drop)
     };
     rounds(context, own, |peer, _| {
-        let timeline = Timeline::open(
-            "brief",
-            OpenOptions::at(&context.domain, &context.device),
-            Duration::ZERO,
-        )?;
+        let timeline = Timeline::open("brief", context.domain.on(&context.device), Duration::ZERO)?;
         peer.dismiss()?;
         timeline
             .wait_host(1, PATIENCE)

@@ -397,19 +397,19 @@ fn other_users(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     fill(&memory, &stream, 1, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
-    let closed = memory.publish("closed", PublishOptions::at(&context.domain))?;
+    let closed = memory.publish("closed", context.domain.options())?;
     let others = memory.publish(
         "others",
         PublishOptions {
             allow_uids: vec![12345],
-            ..PublishOptions::at(&context.domain)
+            ..context.domain.options()
         },
     )?;
     let open = memory.publish(
         "open",
         PublishOptions {
             allow_uids: vec![NOBODY],
-            ..PublishOptions::at(&context.domain)
+            ..context.domain.options()
         },
     )?;
     let mut other_user = context.peer()?;
@@ -470,7 +470,7 @@ fn other_device(context: &Context) -> Result<()> {
 
 fn killed_importers(context: &Context) -> Result<()> {
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
-    let published = memory.publish("weights", PublishOptions::at(&context.domain))?;
+    let published = memory.publish("weights", context.domain.options())?;
     let (ticket, mut rng, guard) = (published.ticket(..)?, context.rng(), context.guard());
     let kills = context.kills(6, 200, 40);
     for _ in 0..kills {

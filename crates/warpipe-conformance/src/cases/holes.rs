@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{CreateOptions, Error, Event, Loss, OpenOptions, Semaphore, Timeline};
+use warpipe::{Error, Event, Loss, Semaphore, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -71,11 +71,7 @@ fn timeline(context: &Context) -> Result<()> {
     let (mut owner, mut waiter) = (context.peer()?, context.peer()?);
     owner.signals(SignalOrder::CreateTimeline("holes".into()))?;
     waiter.signals(SignalOrder::OpenTimeline("holes".into()))?;
-    let timeline = Timeline::open(
-        "holes",
-        OpenOptions::at(&context.domain, &context.device),
-        PATIENCE,
-    )?;
+    let timeline = Timeline::open("holes", context.domain.on(&context.device), PATIENCE)?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
     owner.signals(SignalOrder::Map(Shared::path(&fd)))?;
     owner.signals(SignalOrder::Write {
@@ -104,7 +100,11 @@ fn event(context: &Context) -> Result<()> {
     let (mut exporter, mut importer) = (context.peer()?, context.peer()?);
     let text = exporter.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
     importer.signals(SignalOrder::OpenEvent(text.clone()))?;
-    let event = Event::open(&text.parse()?, &context.device, Duration::ZERO)?;
+    let event = Event::open(
+        &text.parse()?,
+        context.domain.on(&context.device),
+        Duration::ZERO,
+    )?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
     exporter.signals(SignalOrder::Map(Shared::path(&fd)))?;
     exporter.signals(SignalOrder::Write {
@@ -134,8 +134,7 @@ fn event(context: &Context) -> Result<()> {
 }
 
 fn semaphore(context: &Context) -> Result<()> {
-    let options = CreateOptions::at(&context.domain, &context.device);
-    let semaphore = Semaphore::new("holes", 1, options)?;
+    let semaphore = Semaphore::new("holes", 1, context.domain.on(&context.device))?;
     let (mut holder, mut wrong) = (context.peer()?, context.peer()?);
     let stream = context.stream()?;
     for peer in [&mut holder, &mut wrong] {

@@ -8,8 +8,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use rustix::event::epoll;
 use warpipe::{
-    DType, Layout, Memory, OptionalExtension, PublishOptions, Published, Publisher,
-    PublisherOptions, Stream,
+    DType, Layout, Memory, OptionalExtension, Published, Publisher, PublisherOptions, Stream,
 };
 use warpipe_testkit::{eventually, wait_readable};
 
@@ -52,7 +51,7 @@ const WORDS: u64 = 1 << 16;
 /// Memory for one tensor behind another, published.
 fn publish(context: &Context) -> Result<Published> {
     let memory = Memory::allocate(&context.device, 16 * WORDS)?;
-    Ok(memory.publish("memory", PublishOptions::at(&context.domain))?)
+    Ok(memory.publish("memory", context.domain.options())?)
 }
 
 fn layout() -> warpipe::Result<Layout> {
@@ -148,7 +147,7 @@ fn closed_publisher(context: &Context) -> Result<()> {
 fn closed_before_a_stopped_subscriber(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         evict_after: Some(Duration::from_secs(1)),
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("in-place", options)?;
     let (stream, memory) = (context.stream()?, publish(context)?);

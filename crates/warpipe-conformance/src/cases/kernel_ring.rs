@@ -160,10 +160,7 @@ fn closed_consumer(context: &Context) -> Result<()> {
 
 fn refused_in_time_slices(context: &Context) -> Result<()> {
     let runs_beside = context.device.backend().runs_beside_other_processes();
-    let producer = KernelRing::new(
-        NAME,
-        KernelRingOptions::at(&context.domain, &context.device),
-    )?;
+    let producer = KernelRing::new(NAME, context.domain.on(&context.device))?;
     let mut peer = context.peer()?;
     match peer.try_ask(&Order::Ring(RingOrder::Open(NAME.into())))? {
         Ok(_) => ensure!(runs_beside, "it was opened in time slices"),
@@ -243,7 +240,7 @@ fn round_trips(context: &Context) -> Result<()> {
     };
     let options = KernelRingOptions {
         allow_time_slices: true,
-        ..KernelRingOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let out = KernelRing::new("out", options)?;
     let mut peer = context.peer()?;

@@ -128,7 +128,7 @@ fn beyond_four_gigabytes(context: &Context) -> Result<()> {
     let bytes = (4 << 30) + (6 << 20);
     let options = PublisherOptions {
         memory_limit: 16 << 30,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("large", options)?;
     let stream = context.stream()?;

@@ -106,7 +106,7 @@ fn kind_of(change: &Change) -> &'static str {
 /// A watch reports a further member only after all that came before: with it, no more reports about
 /// the others come.
 fn nothing_more(members: &Members, context: &Context) -> Result<()> {
-    let last = Member::new("last", MemberOptions::at(&context.domain))?;
+    let last = Member::new("last", context.domain.options())?;
     expect_end(members, "joined", "last")?;
     drop(last);
     expect_end(members, "left", "last").map(drop)
@@ -128,7 +128,7 @@ fn join(peer: &mut Peer, name: &str) -> Result<()> {
 
 fn joined_and_left(context: &Context) -> Result<()> {
     let early = member(context, "early")?;
-    let members = Members::new(MembersOptions::at(&context.domain))?;
+    let members = Members::new(context.domain.options())?;
     ensure!(
         members.list()?.len() == 1,
         "a present member is listed at once: {:?}",
@@ -175,7 +175,7 @@ fn joined_and_left(context: &Context) -> Result<()> {
 }
 
 fn stopped_and_on(context: &Context) -> Result<()> {
-    let members = Members::new(MembersOptions::at(&context.domain))?;
+    let members = Members::new(context.domain.options())?;
     let peer = member(context, "sleepy")?;
     expect(&members, "joined", "sleepy")?;
     for _ in 0..2 {
@@ -201,7 +201,7 @@ fn stopped_and_on(context: &Context) -> Result<()> {
 }
 
 fn killed(context: &Context) -> Result<()> {
-    let members = Members::new(MembersOptions::at(&context.domain))?;
+    let members = Members::new(context.domain.options())?;
     for _ in 0..3 {
         let mut peer = member(context, "mortal")?;
         peer.publish(PublisherPlan::of("its/frames"))?;
@@ -235,7 +235,7 @@ fn killed(context: &Context) -> Result<()> {
 
 fn killed_as_many(context: &Context) -> Result<()> {
     const MANY: usize = 40;
-    let members = Members::new(MembersOptions::at(&context.domain))?;
+    let members = Members::new(context.domain.options())?;
     let mut peer = context.peer()?;
     let names: Vec<String> = (0..MANY)
         .map(|number| format!("soul-{number:02}"))
@@ -244,7 +244,7 @@ fn killed_as_many(context: &Context) -> Result<()> {
         join(&mut peer, name)?;
         expect_end(&members, "joined", name)?;
     }
-    let witness = Member::new("witness", MemberOptions::at(&context.domain))?;
+    let witness = Member::new("witness", context.domain.options())?;
     expect_end(&members, "joined", "witness")?;
     peer.kill()?;
     let mut dead = Vec::new();
@@ -279,7 +279,7 @@ fn unwatched(context: &Context) -> Result<()> {
     );
     let options = MembersOptions {
         keep_files: true,
-        ..MembersOptions::at(&context.domain)
+        ..context.domain.options()
     };
     let looking = Members::new(options)?;
     ensure!(
@@ -287,7 +287,7 @@ fn unwatched(context: &Context) -> Result<()> {
         "a listing removes nothing"
     );
     drop(looking);
-    let members = Members::new(MembersOptions::at(&context.domain))?;
+    let members = Members::new(context.domain.options())?;
     ensure!(files() == 0, "{} files are left", files());
     nothing_more(&members, context)
 }
@@ -302,7 +302,7 @@ fn clean_ups(context: &Context) -> Result<()> {
             panic!("a callback that panics");
         }
     };
-    let members = Members::with_callback(MembersOptions::at(&context.domain), panics_once)?;
+    let members = Members::with_callback(context.domain.options(), panics_once)?;
     ensure!(
         matches!(members.changes(Duration::ZERO), Err(Error::Argument { .. })),
         "the callbacks have the changes"
@@ -347,14 +347,14 @@ fn expect_changes(received: &Receiver<Change>, due: &[&str]) -> Result<()> {
 }
 
 fn taken_and_free(context: &Context) -> Result<()> {
-    let members = Members::new(MembersOptions::at(&context.domain))?;
+    let members = Members::new(context.domain.options())?;
     let mut peer = member(context, "only")?;
     expect(&members, "joined", "only")?;
     match Member::new(
         "only",
         MemberOptions {
             role: "impostor".into(),
-            ..MemberOptions::at(&context.domain)
+            ..context.domain.options()
         },
     ) {
         Err(Error::Name(NameFault::Taken { name, holder })) => {
@@ -371,7 +371,7 @@ fn taken_and_free(context: &Context) -> Result<()> {
         wait_readable(pidfd(peer.pid())?, PATIENCE)?;
         let options = MemberOptions {
             role: "heir".into(),
-            ..MemberOptions::at(&context.domain)
+            ..context.domain.options()
         };
         let heir = Member::new("only", options).context("a dead member's name")?;
         drop(heir);
@@ -384,7 +384,7 @@ fn taken_and_free(context: &Context) -> Result<()> {
 fn stopped_before(context: &Context) -> Result<()> {
     let peer = member(context, "asleep")?;
     peer.stop()?;
-    let members = Members::new(MembersOptions::at(&context.domain))?;
+    let members = Members::new(context.domain.options())?;
     let listed = members.list()?;
     ensure!(listed.len() == 1, "listed are {listed:?}");
     let MemberInfo {
@@ -432,7 +432,7 @@ fn foreign_files(context: &Context) -> Result<()> {
     std::os::unix::fs::symlink("/dev/zero", &link)?;
     // Of this library, and no member.
     let publisher = context.publisher("members/camera")?;
-    let members = Members::new(MembersOptions::at(&context.domain))?;
+    let members = Members::new(context.domain.options())?;
     let real = member(context, "real")?;
     expect(&members, "joined", "real")?;
     // A silent member has timed out by the end of a whole further stall interval.
@@ -451,7 +451,7 @@ fn foreign_files(context: &Context) -> Result<()> {
         "{} are overlooked",
         members.overlooked()
     );
-    match Member::new("silent", MemberOptions::at(&context.domain)) {
+    match Member::new("silent", context.domain.options()) {
         Err(Error::File(FileFault::Foreign { .. })) => {}
         other => bail!("a foreign name gave {other:?}"),
     }
@@ -471,8 +471,8 @@ fn foreign_files(context: &Context) -> Result<()> {
 
 fn two_watches(context: &Context) -> Result<()> {
     let (one, other) = (
-        Members::new(MembersOptions::at(&context.domain))?,
-        Members::new(MembersOptions::at(&context.domain))?,
+        Members::new(context.domain.options())?,
+        Members::new(context.domain.options())?,
     );
     let mut peer = member(context, "seen")?;
     let generations = [&one, &other]

@@ -42,7 +42,7 @@ const MIB: u64 = 1 << 20;
 fn growth(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         memory_limit: 256 * MIB,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("growing", options)?;
     let stream = context.stream()?;
@@ -72,7 +72,7 @@ fn limit(context: &Context) -> Result<()> {
         PublisherOptions {
             memory_limit: 4 * MIB,
             loan_timeout: Duration::from_millis(20),
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let layout = Layout::bytes_only(MIB)?;
@@ -111,7 +111,7 @@ fn changing_lengths(context: &Context) -> Result<()> {
         "lengths",
         PublisherOptions {
             memory_limit: limit,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let stream = context.stream()?;
@@ -136,7 +136,7 @@ fn limit_by_holders(context: &Context) -> Result<()> {
         PublisherOptions {
             memory_limit: 2 * MIB,
             loan_timeout: Duration::from_millis(50),
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let stream = context.stream()?;
@@ -163,7 +163,7 @@ fn loans_return(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         memory_limit: 2 * MIB,
         loan_timeout: Duration::from_secs(5),
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("returned", options)?;
     let stream = context.stream()?;
@@ -180,7 +180,7 @@ fn nobody_listens(context: &Context) -> Result<()> {
         "alone",
         PublisherOptions {
             memory_limit: 2 * MIB,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let stream = context.stream()?;

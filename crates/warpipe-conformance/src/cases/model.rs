@@ -72,7 +72,7 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
     let options = PublisherOptions {
         depth: depth as u32,
         policy_of: Some(Arc::new(choose)),
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("model", options)?;
     let mut views = Vec::new();

@@ -127,7 +127,7 @@ fn nobody_and_somebody(context: &Context) -> Result<()> {
     }))?;
     let options = PublisherOptions {
         history: 1,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("somebody", options)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
@@ -166,7 +166,7 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
                 "phoenix",
                 SubscriberOptions {
                     reconnect: true,
-                    ..SubscriberOptions::at(&context.domain, &context.device)
+                    ..context.domain.on(&context.device)
                 },
                 Duration::ZERO,
             )?);
@@ -223,7 +223,7 @@ impl Succession {
             "phoenix",
             SubscriberOptions {
                 reconnect: true,
-                ..SubscriberOptions::at(&context.domain, &context.device)
+                ..context.domain.on(&context.device)
             },
             Duration::ZERO,
         )?;

@@ -137,7 +137,7 @@ fn rescued(context: &Context) -> Result<()> {
     let mut peer = publisher_at_work(context, "mortal")?;
     let options = SubscriberOptions {
         orphan_timeout: Duration::from_millis(300),
-        ..SubscriberOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let mut subscriber = Subscriber::open("mortal", options, Duration::ZERO)?;
     let stream = context.stream()?;
@@ -215,7 +215,7 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
         "pool",
         PoolOptions {
             memory_limit: BYTES,
-            ..PoolOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use warpipe::{
-    Change, Client, ClientOptions, CreateOptions, Error, LentBuffer, LimitFault, Loss, Members,
-    MembersOptions, OpenOptions, PoolClient, Semaphore, Ticket, Timeline, Worker, WorkerOptions,
+    Change, Client, ClientOptions, Error, LentBuffer, LimitFault, Loss, Members, PoolClient,
+    Semaphore, Ticket, Timeline, Worker, WorkerOptions,
 };
 use warpipe_testkit::{Rng, eventually};
 
@@ -194,7 +194,7 @@ fn servers(context: &Context) -> Result<()> {
             "sum",
             ClientOptions {
                 max_attempts: 1000,
-                ..ClientOptions::at(&context.domain, &context.device)
+                ..context.domain.on(&context.device)
             },
         )?;
         let mut heir = context.peer()?;
@@ -299,11 +299,7 @@ fn pools(context: &Context) -> Result<()> {
     let mut blocks = 0u64;
     storm(context, |mut victim, rng, seed| {
         victim.ask(&own_pool("pool"))?;
-        let client = PoolClient::open(
-            "pool",
-            OpenOptions::at(&context.domain, &context.device),
-            Duration::ZERO,
-        )?;
+        let client = PoolClient::open("pool", context.domain.on(&context.device), Duration::ZERO)?;
         let ticket = victim
             .text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?
             .parse::<Ticket>()?;
@@ -392,11 +388,7 @@ fn semaphores(context: &Context) -> Result<()> {
         victim.send(&Order::Semaphore(SemaphoreOrder::BeSlow {
             slow_us: rng.u64(..2_000),
         }))?;
-        let member = Semaphore::open(
-            "turns",
-            OpenOptions::at(&context.domain, &context.device),
-            PATIENCE,
-        )?;
+        let member = Semaphore::open("turns", context.domain.on(&context.device), PATIENCE)?;
         let wait = context.wait(rng);
         let outcome = kill_under(&mut victim, rng, 10_000, || {
             member.acquire(&stream, wait)?.release(&stream)?;
@@ -424,10 +416,7 @@ fn semaphores(context: &Context) -> Result<()> {
 }
 
 fn waiters(context: &Context) -> Result<()> {
-    let timeline = Timeline::new(
-        "values",
-        CreateOptions::at(&context.domain, &context.device),
-    )?;
+    let timeline = Timeline::new("values", context.domain.on(&context.device))?;
     let stream = context.stream()?;
     let mut witness = context.peer()?;
     witness.signals(SignalOrder::OpenTimeline("values".into()))?;
@@ -462,7 +451,7 @@ fn waiters(context: &Context) -> Result<()> {
 }
 
 fn members(context: &Context) -> Result<()> {
-    let watch = Members::new(MembersOptions::at(&context.domain))?;
+    let watch = Members::new(context.domain.options())?;
     let mut all = 0;
     storm(context, |mut victim, rng, kill| {
         for number in 0..3 {
@@ -520,34 +509,19 @@ const BEGINNINGS: &[Beginning] = &[
     (
         || own_pool("new"),
         |context| {
-            PoolClient::open(
-                "new",
-                OpenOptions::at(&context.domain, &context.device),
-                Duration::ZERO,
-            )
-            .map(drop)
+            PoolClient::open("new", context.domain.on(&context.device), Duration::ZERO).map(drop)
         },
     ),
     (
         || create("new", 1),
         |context| {
-            Semaphore::open(
-                "new",
-                OpenOptions::at(&context.domain, &context.device),
-                Duration::ZERO,
-            )
-            .map(drop)
+            Semaphore::open("new", context.domain.on(&context.device), Duration::ZERO).map(drop)
         },
     ),
     (
         || Order::Signals(SignalOrder::CreateTimeline("new".into())),
         |context| {
-            Timeline::open(
-                "new",
-                OpenOptions::at(&context.domain, &context.device),
-                Duration::ZERO,
-            )
-            .map(drop)
+            Timeline::open("new", context.domain.on(&context.device), Duration::ZERO).map(drop)
         },
     ),
 ];

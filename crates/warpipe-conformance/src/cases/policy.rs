@@ -49,7 +49,7 @@ fn start(context: &Context, policy: Policy) -> Result<(Publisher, Stream, Peer)>
     let options = PublisherOptions {
         depth: DEPTH,
         policy,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("full", options)?;
     let mut peer = context.peer()?;
@@ -245,7 +245,7 @@ fn policy_of_each(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         depth: DEPTH,
         policy_of: Some(Arc::new(choose)),
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("each", options)?;
     let stream = context.stream()?;

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    Access, Buffer, Error, Expiry, HandleFault, Kind, LentBuffer, LimitFault, OpenOptions, Pool,
-    PoolClient, PoolOptions, Quota, Ticket,
+    Access, Buffer, Error, Expiry, HandleFault, Kind, LentBuffer, LimitFault, Pool, PoolClient,
+    PoolOptions, Quota, Ticket,
 };
 use warpipe_testkit::eventually;
 
@@ -80,7 +80,7 @@ fn one(context: &Context) -> Result<Pool> {
         "pool",
         PoolOptions {
             memory_limit: BYTES,
-            ..PoolOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?)
 }
@@ -317,11 +317,7 @@ fn remote_allocation(context: &Context) -> Result<()> {
         name: "pool".into(),
         limit: 2 * BYTES,
     }))?;
-    let client = PoolClient::open(
-        "pool",
-        OpenOptions::at(&context.domain, &context.device),
-        Duration::ZERO,
-    )?;
+    let client = PoolClient::open("pool", context.domain.on(&context.device), Duration::ZERO)?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let blocks: Vec<LentBuffer> = (0..2)
@@ -396,11 +392,7 @@ fn killed_owner(context: &Context) -> Result<()> {
         },
     )?;
     let lent = LentBuffer::open(&ticket, &context.device, Duration::ZERO)?;
-    let client = PoolClient::open(
-        "pool",
-        OpenOptions::at(&context.domain, &context.device),
-        Duration::ZERO,
-    )?;
+    let client = PoolClient::open("pool", context.domain.on(&context.device), Duration::ZERO)?;
     owner.kill()?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     ensure!(
@@ -433,11 +425,7 @@ fn killed_owner(context: &Context) -> Result<()> {
     }
     lent.free(&stream)?;
     drop(client);
-    match PoolClient::open(
-        "pool",
-        OpenOptions::at(&context.domain, &context.device),
-        Duration::ZERO,
-    ) {
+    match PoolClient::open("pool", context.domain.on(&context.device), Duration::ZERO) {
         Err(Error::NotFound {
             kind: Kind::Pool,
             was_there: true,
@@ -452,7 +440,7 @@ fn other_user(context: &Context) -> Result<()> {
     let options = PoolOptions {
         memory_limit: BYTES,
         allow_uids: vec![NOBODY],
-        ..PoolOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let pool = Pool::new("pool", options)?;
     let zeros = |block: &Buffer| -> Result<bool> {
@@ -523,7 +511,7 @@ fn tenants(context: &Context) -> Result<()> {
             allow_uids: vec![NOBODY, OTHER],
             user_quota: quota,
             quota_for: HashMap::from([(OTHER, Quota::default())]),
-            ..PoolOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let allocate = |bytes, wait_ms| HolderOrder::Allocate {
@@ -591,7 +579,7 @@ fn storm(context: &Context) -> Result<()> {
     let options = PoolOptions {
         memory_limit: 8 * BYTES,
         reserve: 8 * BYTES,
-        ..PoolOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let pool = Pool::new("pool", options)?;
     let mut rng = context.rng();

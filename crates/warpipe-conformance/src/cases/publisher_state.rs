@@ -4,7 +4,7 @@
 use std::sync::mpsc;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Device, DevicePtr, OpenOptions, Publisher, Stream, Timeline};
+use warpipe::{Device, DevicePtr, Publisher, Stream, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -24,11 +24,7 @@ const ROUNDS: usize = 8;
 fn ended_links(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.signals(SignalOrder::CreateTimeline(NAME.into()))?;
-    let timeline = Timeline::open(
-        NAME,
-        OpenOptions::at(&context.domain, &context.device),
-        PATIENCE,
-    )?;
+    let timeline = Timeline::open(NAME, context.domain.on(&context.device), PATIENCE)?;
     let (held, stream) = (context.stream()?, context.stream()?);
     let publisher = context.publisher("frames")?;
     timeline.wait(&held, 1)?;

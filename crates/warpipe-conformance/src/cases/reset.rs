@@ -4,10 +4,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{
-    CreateOptions, Device, DeviceFault, Error, Memory, Publisher, PublisherOptions, Subscriber,
-    SubscriberOptions, Timeline,
-};
+use warpipe::{Device, DeviceFault, Error, Memory, Publisher, Subscriber, Timeline};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -41,7 +38,7 @@ fn reset(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("before")?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     let sample = subscriber.receive(&stream, PATIENCE)?;
-    let timeline = Timeline::new("steps", CreateOptions::at(&context.domain, &context.device))?;
+    let timeline = Timeline::new("steps", context.domain.on(&context.device))?;
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     fill(&memory, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
@@ -72,12 +69,8 @@ fn reset(context: &Context) -> Result<()> {
         wrong == 0,
         "{wrong} wrong words: the old memory was freed in the new context"
     );
-    let publisher = Publisher::new("after", PublisherOptions::at(&context.domain, &device))?;
-    let mut subscriber = Subscriber::open(
-        "after",
-        SubscriberOptions::at(&context.domain, &device),
-        Duration::ZERO,
-    )?;
+    let publisher = Publisher::new("after", context.domain.on(&device))?;
+    let mut subscriber = Subscriber::open("after", context.domain.on(&device), Duration::ZERO)?;
     Payload::of(WORDS, 4).send(&publisher, &stream_after)?;
     let wrong = error_counters.finish(subscriber.receive(&stream_after, PATIENCE)?)?;
     ensure!(

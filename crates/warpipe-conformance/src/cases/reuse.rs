@@ -66,7 +66,7 @@ impl Tight {
             depth: 1,
             policy: Policy::Fail,
             loan_timeout: Duration::ZERO,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         };
         let publisher = Publisher::new("tight", options)?;
         let (gate, opened) = mpsc::channel::<()>();
@@ -255,7 +255,7 @@ fn departed_reader(context: &Context) -> Result<()> {
             device: Some(device.clone()),
             memory_limit: 2 << 20,
             loan_timeout: Duration::ZERO,
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?);
     let subscriber = context.subscriber("departed")?;

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{CreateOptions, Error, Kind, OpenOptions, Semaphore};
+use warpipe::{Error, Kind, Semaphore};
 use warpipe_testkit::{Rng, eventually};
 
 use super::Case;
@@ -83,7 +83,7 @@ fn create(context: &Context, permits: u32) -> Result<Semaphore> {
     Ok(Semaphore::new(
         NAME,
         permits,
-        CreateOptions::at(&context.domain, &context.device),
+        context.domain.on(&context.device),
     )?)
 }
 
@@ -363,11 +363,7 @@ fn killed_while_connecting(context: &Context) -> Result<()> {
         // Another one each time, which is not connected to anybody; or the creator.
         let survivor = match round % 3 {
             0 => semaphore.clone(),
-            _ => Semaphore::open(
-                NAME,
-                OpenOptions::at(&context.domain, &context.device),
-                Duration::ZERO,
-            )?,
+            _ => Semaphore::open(NAME, context.domain.on(&context.device), Duration::ZERO)?,
         };
         let spins = rng.u32(..40_000);
         let acquired = std::thread::scope(|scope| {
@@ -425,11 +421,7 @@ fn both_killed(context: &Context) -> Result<()> {
                 permits: 1,
             },
         )?;
-        let semaphore = Semaphore::open(
-            NAME,
-            OpenOptions::at(&context.domain, &context.device),
-            Duration::ZERO,
-        )?;
+        let semaphore = Semaphore::open(NAME, context.domain.on(&context.device), Duration::ZERO)?;
         let stream = context.stream()?;
         let mut victim = open(context)?;
         ask(
@@ -465,11 +457,7 @@ fn killed_creator(context: &Context) -> Result<()> {
             permits: 1,
         },
     )?;
-    let semaphore = Semaphore::open(
-        NAME,
-        OpenOptions::at(&context.domain, &context.device),
-        Duration::ZERO,
-    )?;
+    let semaphore = Semaphore::open(NAME, context.domain.on(&context.device), Duration::ZERO)?;
     let stream = context.stream()?;
     let permit = semaphore.acquire(&stream, PATIENCE)?;
     let mut waiter = open(context)?;

@@ -113,7 +113,7 @@ fn fail_over(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let options = ClientOptions {
         prefetch: 1,
-        ..ClientOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let client = Client::new("sum", options)?;
     let (mut victim, mut heir) = (server(context, "sum")?, server(context, "sum")?);
@@ -162,7 +162,7 @@ fn deadline(context: &Context) -> Result<()> {
         "sum",
         ClientOptions {
             prefetch: 4,
-            ..ClientOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let pending = ask(&client, &stream, 1, Duration::from_millis(30))?;
@@ -234,7 +234,7 @@ fn refusal(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let options = ClientOptions {
         max_attempts: 2,
-        ..ClientOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let client = Client::new("sum", options)?;
     let mut server = server(context, "sum")?;

@@ -56,7 +56,7 @@ fn stalled_subscriber(context: &Context) -> Result<()> {
     let options = PublisherOptions {
         depth: 4,
         policy: Policy::Block { timeout: PATIENCE },
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("patient", options)?;
     let stream = context.stream()?;
@@ -135,7 +135,7 @@ fn eviction(context: &Context) -> Result<()> {
             depth: 4,
             policy: Policy::Block { timeout: PATIENCE },
             evict_after: Some(Duration::from_secs(1)),
-            ..PublisherOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
     )?;
     let stream = context.stream()?;
@@ -218,7 +218,7 @@ fn evicted_holder(context: &Context) -> Result<()> {
         memory_limit: 4 * slot,
         loan_timeout: PATIENCE,
         evict_after: Some(Duration::from_secs(1)),
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("strict", options)?;
     let stream = context.stream()?;

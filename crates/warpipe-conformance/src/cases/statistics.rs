@@ -5,9 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::statistics::{Observer, Process, RegionId, Role, SlowPath};
-use warpipe::{
-    CreateOptions, Device, Error, Memory, OpenOptions, Subscriber, SubscriberOptions, Timeline,
-};
+use warpipe::{Device, Error, Memory, Subscriber, SubscriberOptions, Timeline};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -81,15 +79,8 @@ fn slow_paths(context: &Context) -> Result<()> {
     const BYTES: usize = 100_000;
     // An endpoint that ticks: the page is written with its ticks.
     let _publisher = context.publisher("ticks")?;
-    let timeline = Timeline::new(
-        "blocks",
-        CreateOptions::at(&context.domain, &context.device),
-    )?;
-    let blocks = Timeline::open(
-        "blocks",
-        OpenOptions::at(&context.domain, &context.device),
-        Duration::ZERO,
-    )?;
+    let timeline = Timeline::new("blocks", context.domain.on(&context.device))?;
+    let blocks = Timeline::open("blocks", context.domain.on(&context.device), Duration::ZERO)?;
     let before = own_page()?;
     let stream = context.stream()?;
     let memory = Memory::allocate(&context.device, BYTES as u64)?;
@@ -105,7 +96,7 @@ fn slow_paths(context: &Context) -> Result<()> {
     if is_cuda {
         let options = SubscriberOptions {
             device: Some(Device::host()),
-            ..SubscriberOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         };
         let refused = Subscriber::open("ticks", options, Duration::ZERO);
         ensure!(

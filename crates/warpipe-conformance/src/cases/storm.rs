@@ -273,7 +273,7 @@ fn reconnecting(context: &Context) -> Result<()> {
     let mut peer = streamer(context, &mut rng, true)?;
     let options = SubscriberOptions {
         reconnect: true,
-        ..SubscriberOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let mut subscriber = Subscriber::open("storm", options, Duration::ZERO)?;
     let kills = context.kills(15, 200, 50);
@@ -310,7 +310,7 @@ fn sleeping(context: &Context) -> Result<()> {
         "storm",
         SubscriberOptions {
             reconnect: true,
-            ..SubscriberOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         },
         Duration::ZERO,
     )?;
@@ -373,7 +373,7 @@ fn subscribers(context: &Context) -> Result<()> {
         depth: 4,
         memory_limit: slots * (256 << 10),
         loan_timeout: PATIENCE,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new("storm", options)?;
     let stream = context.stream()?;

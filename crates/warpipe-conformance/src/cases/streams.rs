@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{
-    Access, CreateOptions, Device, DeviceId, Error, Event, Layout, LentBuffer, Memory, OpenOptions,
-    Pool, PoolOptions, Semaphore, Stream, Timeline,
+    Access, Device, DeviceId, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream,
+    Timeline,
 };
 
 use super::Case;
@@ -115,7 +115,8 @@ fn queues(context: &Context) -> Result<()> {
         &stream,
     )?;
     refused("lease", worker.lease(&foreign, PATIENCE))?;
-    let (input, answer_handle) = worker.lease(&stream, PATIENCE)?.split();
+    let lease = worker.lease(&stream, PATIENCE)?;
+    let (input, answer_handle) = (lease.input, lease.answer_handle);
     let failed = answer_handle
         .complete(None, &foreign, PATIENCE)
         .err()
@@ -142,19 +143,18 @@ fn words_and_memory(context: &Context) -> Result<()> {
         &context.device,
         &context.domain,
     );
-    let timeline = Timeline::new("steps", CreateOptions::at(domain, device))?;
+    let timeline = Timeline::new("steps", domain.on(device))?;
     refused("signal", timeline.signal(&foreign, 1, PATIENCE))?;
     timeline.signal(&stream, 1, PATIENCE)?;
     refused("wait", timeline.wait(&foreign, 1))?;
 
-    let event = Event::new(CreateOptions::at(domain, device))?;
+    let event = Event::new(domain.on(device))?;
     refused("record", event.record(&foreign, PATIENCE))?;
     event.record(&stream, PATIENCE)?;
     refused("wait", event.wait(&foreign))?;
     event.synchronize(PATIENCE)?;
 
-    let options = CreateOptions::at(domain, device);
-    let semaphore = Semaphore::new("permits", 1, options)?;
+    let semaphore = Semaphore::new("permits", 1, domain.on(device))?;
     refused("acquire", semaphore.acquire(&foreign, PATIENCE))?;
     refused(
         "release",
@@ -163,7 +163,7 @@ fn words_and_memory(context: &Context) -> Result<()> {
 
     let memory = Memory::allocate(device, 4)?;
     refused("a write", memory.write(&foreign, 0, b"lost"))?;
-    let pool = Pool::new("scratch", PoolOptions::at(domain, device))?;
+    let pool = Pool::new("scratch", domain.on(device))?;
     let block = pool.allocate(4, Duration::ZERO)?;
     refused("a block's write", block.write(&foreign, 0, b"lost"))?;
     let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device, Duration::ZERO)?;
@@ -178,12 +178,8 @@ fn words_and_memory(context: &Context) -> Result<()> {
 /// The CPU must get through all of it before the stream goes on: nothing else releases it.
 fn written_behind(context: &Context) -> Result<()> {
     let (stream, device) = (context.stream()?, &context.device);
-    let steps = Timeline::new("steps", CreateOptions::at(&context.domain, device))?;
-    let waiting = Timeline::open(
-        "steps",
-        OpenOptions::at(&context.domain, device),
-        Duration::ZERO,
-    )?;
+    let steps = Timeline::new("steps", context.domain.on(device))?;
+    let waiting = Timeline::open("steps", context.domain.on(device), Duration::ZERO)?;
     let bytes: Vec<u8> = (0..3 << 20).map(|place: u32| (place % 251) as u8).collect();
     let (mut written, mut memory) = (Vec::new(), Vec::new());
     for length in [4, 4096, 65_536, 65_537, 1 << 20, bytes.len()] {

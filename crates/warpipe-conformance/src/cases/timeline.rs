@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{CreateOptions, Device, Error, OpenOptions, Timeline};
+use warpipe::{Device, Error, Timeline};
 
 use super::Case;
 use crate::PATIENCE;
@@ -71,11 +71,7 @@ fn owner(context: &Context) -> Result<Peer> {
 }
 
 fn open(context: &Context, device: &Device) -> Result<Timeline> {
-    Ok(Timeline::open(
-        NAME,
-        OpenOptions::at(&context.domain, device),
-        PATIENCE,
-    )?)
+    Ok(Timeline::open(NAME, context.domain.on(device), PATIENCE)?)
 }
 
 fn late_kernels_are_waited_for(context: &Context) -> Result<()> {
@@ -145,7 +141,7 @@ fn without_waits(context: &Context) -> Result<()> {
 
 fn late_signals(context: &Context) -> Result<()> {
     let late = delaying(context, Duration::from_millis(20), true);
-    let timeline = Timeline::new(NAME, CreateOptions::at(&context.domain, &late))?;
+    let timeline = Timeline::new(NAME, context.domain.on(&late))?;
     let (memory, fd) = Shared::create(&context.device)?;
     let mut peer = context.peer()?;
     peer.signals(SignalOrder::OpenTimeline(NAME.into()))?;
@@ -172,7 +168,7 @@ fn late_signals(context: &Context) -> Result<()> {
 
 fn ping_pong(context: &Context) -> Result<()> {
     const ROUNDS: u64 = 50;
-    let ping = Timeline::new("ping", CreateOptions::at(&context.domain, &context.device))?;
+    let ping = Timeline::new("ping", context.domain.on(&context.device))?;
     let mut peer = owner(context)?;
     let (pong, stream) = (open(context, &context.device)?, context.stream()?);
     let mut other = context.peer()?;
@@ -313,17 +309,13 @@ fn wait_after_death(context: &Context) -> Result<()> {
     gone(timeline.wait(&stream, 3).map(|()| true), victim.id(), false)?;
     timeline.wait(&stream, 2)?;
     stream.synchronize(PATIENCE)?;
-    match Timeline::open(
-        NAME,
-        OpenOptions::at(&context.domain, &context.device),
-        Duration::ZERO,
-    ) {
+    match Timeline::open(NAME, context.domain.on(&context.device), Duration::ZERO) {
         Err(Error::NotFound {
             was_there: true, ..
         }) => {}
         other => bail!("opening a dead owner's timeline gave {other:?}"),
     }
-    let successor = Timeline::new(NAME, CreateOptions::at(&context.domain, &context.device))?;
+    let successor = Timeline::new(NAME, context.domain.on(&context.device))?;
     ensure!(
         successor.value() == 0 && timeline.value() == 2,
         "the name's next owner has a timeline of its own"
@@ -358,7 +350,7 @@ fn closed_owner(context: &Context) -> Result<()> {
 }
 
 fn killed_waiter(context: &Context) -> Result<()> {
-    let timeline = Timeline::new(NAME, CreateOptions::at(&context.domain, &context.device))?;
+    let timeline = Timeline::new(NAME, context.domain.on(&context.device))?;
     let stream = context.stream()?;
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
     for peer in [&mut victim, &mut witness] {

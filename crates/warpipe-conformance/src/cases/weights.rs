@@ -4,7 +4,7 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
 use anyhow::{Result, ensure};
 use warpipe::OpenOptions;
-use warpipe::weights::{Keeper, KeeperOptions, SharedWeights};
+use warpipe::weights::{Keeper, SharedWeights};
 
 use super::Case;
 use crate::PATIENCE;
@@ -46,11 +46,11 @@ const FEW: Segments = Segments {
 };
 
 fn keeper(context: &Context) -> Result<Keeper> {
-    Ok(Keeper::new(NAME, KeeperOptions::at(&context.domain))?)
+    Ok(Keeper::new(NAME, context.domain.options())?)
 }
 
 fn open_options(context: &Context) -> OpenOptions {
-    OpenOptions::at(&context.domain, &context.device)
+    context.domain.on(&context.device)
 }
 
 fn is_freed(freed: &Receiver<()>) -> bool {

@@ -7,10 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    AllocationClient, AllocationServer, CreateOptions, DType, DevicePtr, Error, Layout,
-    LegacyMemory, LentBuffer, Loss, Member, MemberOptions, Memory, OpenOptions, PublishOptions,
-    Published, Publisher, PublisherOptions, Sample, SampleMut, Stream, Subscriber,
-    SubscriberOptions,
+    AllocationClient, AllocationServer, DType, DevicePtr, Error, Layout, LegacyMemory, LentBuffer,
+    Loss, Member, MemberOptions, Memory, Published, Publisher, Sample, SampleMut, Stream,
+    Subscriber,
 };
 
 use super::holder::Holder;
@@ -120,14 +119,14 @@ impl Actor {
     fn carry_out(&mut self, order: Order) -> Result<Answer> {
         match order {
             Order::Publish(plan) => {
-                let default = PublisherOptions::at(&self.context.domain, &self.context.device);
-                self.publisher = Some(Publisher::new(&plan.name, plan.options(default))?);
+                self.publisher = Some(Publisher::new(
+                    &plan.name,
+                    plan.options(self.context.domain.on(&self.context.device)),
+                )?);
             }
             Order::Subscribe(plan) => {
-                self.subscribers.push(plan.attach(SubscriberOptions::at(
-                    &self.context.domain,
-                    &self.context.device,
-                ))?);
+                self.subscribers
+                    .push(plan.attach(self.context.domain.on(&self.context.device))?);
                 return Ok(Answer::Number(self.subscribers.len() as u64 - 1));
             }
             Order::AwaitSubscribers(count) => {
@@ -213,7 +212,7 @@ impl Actor {
                 &name,
                 MemberOptions {
                     role,
-                    ..MemberOptions::at(&self.context.domain)
+                    ..self.context.domain.options()
                 },
             )?),
             Order::Leave => self.members.clear(),
@@ -305,7 +304,7 @@ impl Actor {
         for payload in Self::payloads(batch) {
             let memory = Memory::allocate(&self.context.device, layout.bytes())?;
             let name = format!("in-place/{}", payload.mark.seed);
-            let published = memory.publish(&name, PublishOptions::at(&self.context.domain))?;
+            let published = memory.publish(&name, self.context.domain.options())?;
             let loan = self.publisher()?.loan_in(&published, 0, &layout, memory);
             let mut loan = loan?;
             payload.fill(&mut loan, &stream)?;
@@ -445,7 +444,7 @@ impl Actor {
     fn open_share(&mut self, name: &str, number: u64, seed: u64) -> Result<()> {
         let client = AllocationClient::open(
             name,
-            OpenOptions::at(&self.context.domain, &self.context.device),
+            self.context.domain.on(&self.context.device),
             Duration::ZERO,
         )?;
         let memory = client.open_share(number, PATIENCE)?;
@@ -457,10 +456,7 @@ impl Actor {
     }
 
     fn share_segment(&mut self, name: &str, seed: u64) -> Result<Answer> {
-        let server = AllocationServer::new(
-            name,
-            CreateOptions::at(&self.context.domain, &self.context.device),
-        )?;
+        let server = AllocationServer::new(name, self.context.domain.on(&self.context.device))?;
         let memory = ForeignMemory::segment(&self.context, mpsc::channel().0)?;
         let number = memory.share(&server, &self.context.stream()?, seed)?;
         self.servers.push(server);

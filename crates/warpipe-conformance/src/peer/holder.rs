@@ -157,7 +157,7 @@ impl Holder {
                     &name,
                     PublishOptions {
                         access: access(is_writable),
-                        ..PublishOptions::at(domain)
+                        ..domain.options()
                     },
                 )?;
                 let ticket = published.ticket(..)?;
@@ -204,7 +204,7 @@ impl Holder {
             HolderOrder::Pool { name, limit } => {
                 let options = PoolOptions {
                     memory_limit: limit,
-                    ..PoolOptions::at(domain, device)
+                    ..domain.on(device)
                 };
                 let pool = Pool::new(&name, options)?;
                 self.pool = Some(pool);
@@ -226,7 +226,7 @@ impl Holder {
                 // released.
                 let name = ticket.info().name;
                 if !self.clients.iter().any(|(known, _)| known == name) {
-                    let options = OpenOptions::at(domain, device);
+                    let options: OpenOptions = domain.on(device);
                     let client = PoolClient::open(name, options, Duration::ZERO)?;
                     self.clients.push((name.to_string(), client));
                 }
@@ -243,8 +243,7 @@ impl Holder {
                 let client = match known {
                     Some((_, client)) => client.clone(),
                     None => {
-                        let options = OpenOptions::at(domain, device);
-                        let client = PoolClient::open(&name, options, Duration::ZERO)?;
+                        let client = PoolClient::open(&name, domain.on(device), Duration::ZERO)?;
                         self.clients.push((name, client.clone()));
                         client
                     }

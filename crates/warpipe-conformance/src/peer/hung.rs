@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 use warpipe::{
-    Event, EventHandle, LegacyHandle, OpenOptions, Permit, Publisher, Sample, Semaphore, Stream,
-    Subscriber, Timeline,
+    Event, EventHandle, LegacyHandle, Permit, Publisher, Sample, Semaphore, Stream, Subscriber,
+    Timeline,
 };
 use warpipe_testkit::eventually;
 
@@ -250,19 +250,15 @@ fn wait(context: &Context, name: &str, event: &str) -> Result<Waiting> {
         .collect::<warpipe::Result<Vec<_>>>()?;
     let mut subscriber = context.subscriber(name)?;
     let sample = subscriber.receive(&streams[0], PATIENCE)?;
-    let timeline = Timeline::open(
-        &format!("{name}/timeline"),
-        OpenOptions::at(domain, device),
-        PATIENCE,
-    )?;
+    let timeline = Timeline::open(&format!("{name}/timeline"), domain.on(device), PATIENCE)?;
     timeline.wait(&streams[1], 1)?;
-    let event = Event::open(&event.parse::<EventHandle>()?, device, Duration::ZERO)?;
-    event.wait(&streams[2])?;
-    let semaphore = Semaphore::open(
-        &format!("{name}/semaphore"),
-        OpenOptions::at(domain, device),
-        PATIENCE,
+    let event = Event::open(
+        &event.parse::<EventHandle>()?,
+        domain.on(device),
+        Duration::ZERO,
     )?;
+    event.wait(&streams[2])?;
+    let semaphore = Semaphore::open(&format!("{name}/semaphore"), domain.on(device), PATIENCE)?;
     let permit = semaphore.acquire(&streams[3], PATIENCE)?;
     for (stream, what) in streams
         .iter()

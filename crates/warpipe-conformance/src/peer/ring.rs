@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
-use warpipe::{KernelRing, KernelRingOptions, Memory, OpenOptions, Stream};
+use warpipe::{KernelRing, KernelRingOptions, Memory, Stream};
 use warpipe_kernels::ring::{self, Items};
 
 use super::order::Answer;
@@ -82,7 +82,7 @@ impl RingSide {
             consumers,
             // The cases of one GPU run in time slices, too.
             allow_time_slices: !context.settings.mps,
-            ..KernelRingOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         };
         RingSide::of(context, KernelRing::new(name, options)?)
     }
@@ -92,11 +92,7 @@ impl RingSide {
     /// # Errors
     /// Those of the ring.
     pub fn open(context: &Context, name: &str) -> Result<RingSide> {
-        let ring = KernelRing::open(
-            name,
-            OpenOptions::at(&context.domain, &context.device),
-            PATIENCE,
-        )?;
+        let ring = KernelRing::open(name, context.domain.on(&context.device), PATIENCE)?;
         RingSide::of(context, ring)
     }
 
@@ -214,11 +210,7 @@ impl RingPair {
     /// # Errors
     /// Those of the rings.
     pub fn begin(context: &Context, out: KernelRing, back: &str) -> Result<RingPair> {
-        let receives = KernelRing::open(
-            back,
-            OpenOptions::at(&context.domain, &context.device),
-            PATIENCE,
-        )?;
+        let receives = KernelRing::open(back, context.domain.on(&context.device), PATIENCE)?;
         out.wait_for_consumers(PATIENCE)?;
         Ok(RingPair {
             receives,
@@ -229,14 +221,10 @@ impl RingPair {
     }
 
     fn answer(context: &Context, out: &str, back: &str) -> Result<RingPair> {
-        let receives = KernelRing::open(
-            out,
-            OpenOptions::at(&context.domain, &context.device),
-            PATIENCE,
-        )?;
+        let receives = KernelRing::open(out, context.domain.on(&context.device), PATIENCE)?;
         let options = KernelRingOptions {
             allow_time_slices: true,
-            ..KernelRingOptions::at(&context.domain, &context.device)
+            ..context.domain.on(&context.device)
         };
         let sends = KernelRing::new(back, options)?;
         sends.wait_for_consumers(PATIENCE)?;

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use rustix::mm::{MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{CreateOptions, Device, DevicePtr, OpenOptions, Permit, Semaphore, Stream};
+use warpipe::{Device, DevicePtr, Permit, Semaphore, Stream};
 use warpipe_kernels as kernels;
 
 use super::order::Answer;
@@ -247,8 +247,7 @@ impl Contender {
     pub(super) fn carry_out(&mut self, context: &Context, order: SemaphoreOrder) -> Result<Answer> {
         match order {
             SemaphoreOrder::Create { name, permits } => {
-                let options = CreateOptions::at(&context.domain, &context.device);
-                let semaphore = Semaphore::new(&name, permits, options)?;
+                let semaphore = Semaphore::new(&name, permits, context.domain.on(&context.device))?;
                 self.post = Some(Post::new(semaphore, &context.device)?);
             }
             SemaphoreOrder::Open { name, waits } => {
@@ -257,8 +256,7 @@ impl Contender {
                 } else {
                     deaf(&context.device)
                 };
-                let semaphore =
-                    Semaphore::open(&name, OpenOptions::at(&context.domain, &device), PATIENCE)?;
+                let semaphore = Semaphore::open(&name, context.domain.on(&device), PATIENCE)?;
                 self.post = Some(Post::new(semaphore, &device)?);
             }
             SemaphoreOrder::Acquire {

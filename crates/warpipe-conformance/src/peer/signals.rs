@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
-use warpipe::{CreateOptions, Event, EventHandle, OpenOptions, Recording, Stream, Timeline};
+use warpipe::{Event, EventHandle, OpenOptions, Recording, Stream, Timeline};
 
 use super::order::Answer;
 use crate::PATIENCE;
@@ -111,14 +111,10 @@ impl Signals {
                 )?));
             }
             SignalOrder::CreateTimeline(name) => {
-                self.timeline = Some(Timeline::new(&name, CreateOptions::at(domain, device))?)
+                self.timeline = Some(Timeline::new(&name, domain.on(device))?)
             }
             SignalOrder::OpenTimeline(name) => {
-                self.timeline = Some(Timeline::open(
-                    &name,
-                    OpenOptions::at(domain, device),
-                    PATIENCE,
-                )?);
+                self.timeline = Some(Timeline::open(&name, domain.on(device), PATIENCE)?);
             }
             SignalOrder::Signal(value) => self.timeline()?.signal(&self.stream, value, PATIENCE)?,
             SignalOrder::SignalNow(value) => self.timeline()?.signal_now(value, PATIENCE)?,
@@ -130,16 +126,20 @@ impl Signals {
             SignalOrder::Value => return Ok(Answer::Number(self.timeline()?.value())),
             SignalOrder::CreateEvents(count) => {
                 for _ in 0..count {
-                    self.events
-                        .push(Event::new(CreateOptions::at(domain, device))?);
+                    self.events.push(Event::new(domain.on(device))?);
                 }
                 return Ok(Answer::Text(self.event()?.handle()?.to_string()));
             }
-            SignalOrder::OpenEvent(text) => self.events.push(Event::open(
-                &text.parse::<EventHandle>()?,
-                device,
-                Duration::ZERO,
-            )?),
+            SignalOrder::OpenEvent(text) => {
+                let (handle, device) = (text.parse::<EventHandle>()?, Some(device.clone()));
+                // In the handle's domain.
+                let options = OpenOptions {
+                    device,
+                    ..OpenOptions::default()
+                };
+                self.events
+                    .push(Event::open(&handle, options, Duration::ZERO)?);
+            }
             SignalOrder::Record => drop(self.event()?.record(&self.stream, PATIENCE)?),
             SignalOrder::WaitEvent => self.awaited = Some(self.event()?.wait(&self.stream)?),
             SignalOrder::CheckEvent => {

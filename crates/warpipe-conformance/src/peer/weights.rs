@@ -1,11 +1,10 @@
 //! What a peer has of weights.
 
 use std::sync::mpsc;
-use warpipe::OpenOptions;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
-use warpipe::weights::{Keeper, KeeperOptions, PublishedWeights, SharedWeights};
+use warpipe::weights::{Keeper, PublishedWeights, SharedWeights};
 
 use super::order::Answer;
 use crate::PATIENCE;
@@ -55,7 +54,7 @@ impl WeightsHolder {
         match order {
             WeightsOrder::Keep { name } => self
                 .keepers
-                .push(Keeper::new(&name, KeeperOptions::at(&context.domain))?),
+                .push(Keeper::new(&name, context.domain.options())?),
             WeightsOrder::PublishInPlace {
                 name,
                 segments,
@@ -69,11 +68,8 @@ impl WeightsHolder {
                 return Ok(Answer::Number(version));
             }
             WeightsOrder::Open { name, seed } => {
-                let shared = SharedWeights::open(
-                    &name,
-                    OpenOptions::at(&context.domain, &context.device),
-                    PATIENCE,
-                )?;
+                let shared =
+                    SharedWeights::open(&name, context.domain.on(&context.device), PATIENCE)?;
                 weights_in_place::check(context, &mut context.error_counters()?, &shared, seed)?;
                 self.shared.push(shared);
             }

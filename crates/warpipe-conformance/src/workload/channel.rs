@@ -37,7 +37,7 @@ pub(super) fn open(site: Site) -> Result<Box<dyn Workload>> {
     let options = PublisherOptions {
         history: 1,
         loan_timeout: site.patience,
-        ..PublisherOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let publisher = Publisher::new(&site.name_of("channel"), options)?;
     let subscriber = Some(join(&site)?);

@@ -159,7 +159,7 @@ pub(super) fn service(site: Site) -> Result<Box<dyn Workload>> {
     let options = ClientOptions {
         max_attempts: ATTEMPTS,
         loan_timeout: site.patience,
-        ..ClientOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let client = Client::new(&site.name_of("service"), options)?;
     let server = context.server(&site.name_of("service"))?;

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use warpipe::{
-    Access, DeviceSlice, LentBuffer, Memory, OpenOptions, Pool, PoolClient, PoolOptions,
-    PublishOptions, Stream,
+    Access, DeviceSlice, LentBuffer, Memory, Pool, PoolClient, PoolOptions, PublishOptions, Stream,
 };
 
 use super::{Site, Workload};
@@ -52,12 +51,12 @@ pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
     let options = PoolOptions {
         memory_limit: LIMIT,
         reserve: LIMIT,
-        ..PoolOptions::at(&context.domain, &context.device)
+        ..context.domain.on(&context.device)
     };
     let pool = Pool::new(&site.name_of("pool"), options)?;
     let client = PoolClient::open(
         &site.name_of("pool"),
-        OpenOptions::at(&context.domain, &context.device),
+        context.domain.on(&context.device),
         Duration::ZERO,
     )?;
     Ok(Box::new(Blocks {
@@ -136,7 +135,7 @@ impl Workload for Published {
         let memory = Memory::allocate(&context.device, MIB)?;
         let options = PublishOptions {
             access: Access::ReadWrite,
-            ..PublishOptions::at(&context.domain)
+            ..context.domain.options()
         };
         let published = memory.publish(&site.name_of("memory"), options)?;
         let opened = published

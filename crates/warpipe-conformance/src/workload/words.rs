@@ -2,8 +2,8 @@
 
 use anyhow::{Result, ensure};
 use std::time::Duration;
-use warpipe::{CreateOptions, Event, Semaphore, Stream, Timeline};
-use warpipe::{OpenOptions, OptionalExtension};
+use warpipe::OptionalExtension;
+use warpipe::{Event, Semaphore, Stream, Timeline};
 
 use super::{Site, Workload};
 
@@ -42,11 +42,11 @@ pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
     let owner = Timeline::new(
         &site.name_of("timeline"),
-        CreateOptions::at(&context.domain, &context.device),
+        context.domain.on(&context.device),
     )?;
     let opened = Timeline::open(
         &site.name_of("timeline"),
-        OpenOptions::at(&context.domain, &context.device),
+        context.domain.on(&context.device),
         Duration::ZERO,
     )?;
     Ok(Box::new(Steps {
@@ -82,8 +82,12 @@ struct Recorded {
 
 pub(super) fn event(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let created = Event::new(CreateOptions::at(&context.domain, &context.device))?;
-    let opened = Event::open(&created.handle()?, &context.device, Duration::ZERO)?;
+    let created = Event::new(context.domain.on(&context.device))?;
+    let opened = Event::open(
+        &created.handle()?,
+        context.domain.on(&context.device),
+        Duration::ZERO,
+    )?;
     Ok(Box::new(Recorded {
         opened,
         created,
@@ -123,11 +127,14 @@ const PERMITS: u32 = 2;
 
 pub(super) fn semaphore(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let options = CreateOptions::at(&context.domain, &context.device);
-    let creator = Semaphore::new(&site.name_of("semaphore"), PERMITS, options)?;
+    let creator = Semaphore::new(
+        &site.name_of("semaphore"),
+        PERMITS,
+        context.domain.on(&context.device),
+    )?;
     let member = Semaphore::open(
         &site.name_of("semaphore"),
-        OpenOptions::at(&context.domain, &context.device),
+        context.domain.on(&context.device),
         Duration::ZERO,
     )?;
     Ok(Box::new(Permits {

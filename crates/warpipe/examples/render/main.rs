@@ -80,7 +80,7 @@ fn publisher(stage: &Stage, name: &str) -> Result<Publisher> {
         PublisherOptions {
             depth: DEPTH,
             policy,
-            ..PublisherOptions::at(&stage.domain, &stage.device)
+            ..stage.domain.on(&stage.device)
         },
     )
 }
@@ -90,7 +90,7 @@ fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> 
         name,
         SubscriberOptions {
             reconnect,
-            ..SubscriberOptions::at(&stage.domain, &stage.device)
+            ..stage.domain.on(&stage.device)
         },
         PATIENCE,
     )

@@ -23,19 +23,18 @@ use crate::stream::Stream;
 /// ```
 /// use std::time::Duration;
 /// use warpipe::{
-///     Access, AllocationClient, AllocationServer, CreateOptions, Device, Domain, OpenOptions,
+///     Access, AllocationClient, AllocationServer, Device, Domain, OpenOptions,
 /// };
 /// # let folder = std::env::temp_dir().join(format!("warpipe-alloc-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let server = AllocationServer::new("tensors", CreateOptions::at(&domain, &device))?;
+/// let server = AllocationServer::new("tensors", domain.on(&device))?;
 /// let stream = device.stream()?;
 /// let pointer = device.backend().allocate_plain(4096)?; // another library's cudaMalloc
 /// // SAFETY: the memory is freed below, after the receiver has released it.
 /// let number = unsafe { server.share(&stream, pointer, 4096, Access::ReadWrite, Box::new(()))? };
 ///
 /// // In another process, as a rule:
-/// let options = OpenOptions::at(&domain, &device);
-/// let client = AllocationClient::open("tensors", options, Duration::ZERO)?;
+/// let client = AllocationClient::open("tensors", domain.on(&device), Duration::ZERO)?;
 /// let memory = client.open_share(number, Duration::from_secs(1))?;
 /// assert_eq!(memory.bytes(), 4096);
 /// # drop((memory, client, server));

@@ -10,7 +10,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::CreateOptions;
 use crate::allocations::shares::Shares;
 use crate::backend::testing::{Counting, Wrapped};
 use crate::backend::{Access, DevicePtr};
@@ -21,7 +20,7 @@ use crate::ipc::{AccessPolicy, Address, ClientSession, IpcServer, Kind};
 use crate::lend::session::LendSession;
 use crate::lend::share_words::{SLOTS, slot};
 use crate::wait::Wait;
-use crate::{Device, OpenOptions, Stream};
+use crate::{Device, Stream};
 
 const WAIT: Duration = Duration::from_secs(10);
 const BYTES: u64 = 4096;
@@ -37,7 +36,7 @@ impl Stage {
         let folder =
             std::env::temp_dir().join(format!("warpipe-alloc-{title}-{}", std::process::id()));
         let (domain, device) = (Domain::at(folder).unwrap(), Device::host());
-        let server = AllocationServer::new("tensors", CreateOptions::at(&domain, &device)).unwrap();
+        let server = AllocationServer::new("tensors", domain.on(&device)).unwrap();
         Stage {
             domain,
             device,
@@ -46,12 +45,7 @@ impl Stage {
     }
 
     fn client(&self) -> AllocationClient {
-        AllocationClient::open(
-            "tensors",
-            OpenOptions::at(&self.domain, &self.device),
-            Duration::ZERO,
-        )
-        .unwrap()
+        AllocationClient::open("tensors", self.domain.on(&self.device), Duration::ZERO).unwrap()
     }
 
     /// A client with a session of its own, as in another process.
@@ -378,7 +372,7 @@ fn legacy_memory_whose_contents_are_not_ready_is_not_opened() {
         stage.device.stream().unwrap(),
         AllocationClient::open(
             "tensors",
-            OpenOptions::at(&stage.domain, &Device::from_backend(counting.clone())),
+            stage.domain.on(&Device::from_backend(counting.clone())),
             Duration::ZERO,
         )
         .unwrap(),
@@ -476,8 +470,7 @@ fn the_owner_of_an_open_share_outlives_its_server() {
     let (_unclaimed, gone) = stage.share(&stream, b"unclaimed");
     let client = stage.client();
     let memory = client.open_share(open, WAIT).unwrap();
-    let another =
-        AllocationServer::new("another", CreateOptions::at(&stage.domain, &stage.device)).unwrap();
+    let another = AllocationServer::new("another", stage.domain.on(&stage.device)).unwrap();
     drop(std::mem::replace(&mut stage.server, another));
     gone.recv_timeout(WAIT).unwrap();
     assert!(is_kept(&kept));

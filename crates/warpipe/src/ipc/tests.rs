@@ -265,25 +265,21 @@ fn bodies_that_are_too_long_or_garbled_are_errors() {
 #[test]
 fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
     use crate::{
-        CreateOptions, Device, Member, MemberOptions, Memory, OpenOptions, Pool, PoolClient,
-        PoolOptions, PublishOptions, Publisher, PublisherOptions, Queue, QueueOptions, Semaphore,
-        Subscriber, SubscriberOptions, Timeline, Worker, WorkerOptions,
+        Device, Member, Memory, Pool, PoolClient, Publisher, Queue, Semaphore, Subscriber,
+        Timeline, Worker,
     };
 
     let folder =
         std::env::temp_dir().join(format!("warpipe-rendezvous-kinds-{}", std::process::id()));
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
-    let publisher = Publisher::new("publisher", PublisherOptions::at(&domain, &device)).unwrap();
-    let queue = Queue::new("queue", QueueOptions::at(&domain, &device)).unwrap();
-    let timeline = Timeline::new("timeline", CreateOptions::at(&domain, &device)).unwrap();
-    let options = CreateOptions::at(&domain, &device);
-    let semaphore = Semaphore::new("semaphore", 1, options).unwrap();
-    let pool = Pool::new("pool", PoolOptions::at(&domain, &device)).unwrap();
-    let member = Member::new("x", MemberOptions::at(&domain)).unwrap();
+    let publisher = Publisher::new("publisher", domain.on(&device)).unwrap();
+    let queue = Queue::new("queue", domain.on(&device)).unwrap();
+    let timeline = Timeline::new("timeline", domain.on(&device)).unwrap();
+    let semaphore = Semaphore::new("semaphore", 1, domain.on(&device)).unwrap();
+    let pool = Pool::new("pool", domain.on(&device)).unwrap();
+    let member = Member::new("x", domain.options()).unwrap();
     let memory = Memory::allocate(&device, 8).unwrap();
-    let published = memory
-        .publish("memory", PublishOptions::at(&domain))
-        .unwrap();
+    let published = memory.publish("memory", domain.options()).unwrap();
 
     let names = [
         "publisher",
@@ -304,19 +300,19 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
     type Open<'a> = &'a dyn Fn(&str) -> Option<Error>;
     let opens: [(Kind, Open<'_>); 5] = [
         (Kind::Publisher, &|at| {
-            Subscriber::open(at, SubscriberOptions::at(&domain, &device), Duration::ZERO).err()
+            Subscriber::open(at, domain.on(&device), Duration::ZERO).err()
         }),
         (Kind::Queue, &|at| {
-            Worker::open(at, WorkerOptions::at(&domain, &device), Duration::ZERO).err()
+            Worker::open(at, domain.on(&device), Duration::ZERO).err()
         }),
         (Kind::Timeline, &|at| {
-            Timeline::open(at, OpenOptions::at(&domain, &device), Duration::ZERO).err()
+            Timeline::open(at, domain.on(&device), Duration::ZERO).err()
         }),
         (Kind::Semaphore, &|at| {
-            Semaphore::open(at, OpenOptions::at(&domain, &device), Duration::ZERO).err()
+            Semaphore::open(at, domain.on(&device), Duration::ZERO).err()
         }),
         (Kind::Pool, &|at| {
-            PoolClient::open(at, OpenOptions::at(&domain, &device), Duration::ZERO).err()
+            PoolClient::open(at, domain.on(&device), Duration::ZERO).err()
         }),
     ];
     for (kind, open) in opens {

@@ -12,6 +12,7 @@ use crate::ipc::domain::{Author, Domain};
 use crate::ipc::{
     AccessPolicy, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
 };
+use crate::options::in_domain;
 use crate::options::serve;
 use crate::shm::page::{PAGE_BYTES, SharedPage};
 
@@ -30,15 +31,7 @@ pub struct MemberOptions {
     pub allow_gids: Vec<u32>,
 }
 
-impl MemberOptions {
-    /// The defaults, in this domain.
-    pub fn at(domain: &Domain) -> MemberOptions {
-        MemberOptions {
-            domain: Some(domain.clone()),
-            ..MemberOptions::default()
-        }
-    }
-}
+in_domain!(MemberOptions);
 
 /// This process as a member of a domain. The drop leaves the domain.
 #[derive(Debug)]
@@ -63,9 +56,9 @@ impl Member {
     /// # use warpipe::{Domain, Error, Member, MemberOptions};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-join-{}", std::process::id()));
     /// # let domain = Domain::at(&folder)?;
-    /// let options = MemberOptions { role: "trainer".into(), ..MemberOptions::at(&domain) };
+    /// let options = MemberOptions { role: "trainer".into(), ..domain.options() };
     /// let trainer = Member::new("trainer/0", options)?;
-    /// let second = Member::new("trainer/0", MemberOptions::at(&domain));
+    /// let second = Member::new("trainer/0", domain.options());
     /// assert!(matches!(second, Err(Error::Name(warpipe::NameFault::Taken { .. }))));
     /// # drop(trainer); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), Error>(())

@@ -92,7 +92,7 @@ fn joined(members: &Members) -> MemberInfo {
 fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_dead() {
     let impostor = Impostor::new("suspect");
     std::thread::scope(|scope| {
-        let watching = scope.spawn(|| Members::new(MembersOptions::at(&impostor.domain)).unwrap());
+        let watching = scope.spawn(|| Members::new(impostor.domain.options()).unwrap());
         let socket = impostor.grant(&impostor.introduction(), [7; 16]);
         let members = watching.join().unwrap();
         assert_eq!(joined(&members).name, "impostor");
@@ -130,7 +130,7 @@ fn a_heartbeat_from_the_future_is_none() {
         .at::<AtomicU64>(HEARTBEAT)
         .store(u64::MAX, Relaxed);
     std::thread::scope(|scope| {
-        let watching = scope.spawn(|| Members::new(MembersOptions::at(&impostor.domain)).unwrap());
+        let watching = scope.spawn(|| Members::new(impostor.domain.options()).unwrap());
         let _socket = impostor.grant(&impostor.introduction(), [7; 16]);
         let members = watching.join().unwrap();
         joined(&members);
@@ -181,8 +181,7 @@ fn an_introduction_that_no_member_would_make_is_no_member() {
     ];
     for lie in lies {
         std::thread::scope(|scope| {
-            let watching =
-                scope.spawn(|| Members::new(MembersOptions::at(&impostor.domain)).unwrap());
+            let watching = scope.spawn(|| Members::new(impostor.domain.options()).unwrap());
             let _socket = impostor.grant(&lie, [7; 16]);
             let members = watching.join().unwrap();
             assert!(members.list().unwrap().is_empty(), "{lie:?}");
@@ -199,7 +198,7 @@ fn a_role_or_a_name_that_cannot_be_is_refused_before_anything_is_made() {
     for name in ["", "../up", "a//b", &long] {
         assert!(
             matches!(
-                Member::new(name, MemberOptions::at(&domain)),
+                Member::new(name, domain.options()),
                 Err(Error::Name(NameFault::Invalid { .. }))
             ),
             "{name:?}"
@@ -212,7 +211,7 @@ fn a_role_or_a_name_that_cannot_be_is_refused_before_anything_is_made() {
                     "a",
                     MemberOptions {
                         role: role.into(),
-                        ..MemberOptions::at(&domain)
+                        ..domain.options()
                     }
                 ),
                 Err(Error::Argument {

@@ -14,6 +14,7 @@ use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::thread::Thread;
 use crate::ipc::domain::Domain;
 use crate::options::chosen_domain;
+use crate::options::in_domain;
 use crate::runtime::reactor::STALLED_AFTER;
 use crate::wait::Wait;
 
@@ -28,8 +29,8 @@ use crate::wait::Wait;
 /// use warpipe::{Change, Domain, Member, MemberOptions, Members, MembersOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-members-{}", std::process::id()));
 /// let domain = Domain::at(&folder)?; // Domain::from_environment() in a program
-/// let members = Members::new(MembersOptions::at(&domain))?;
-/// let options = MemberOptions { role: "worker".into(), ..MemberOptions::at(&domain) };
+/// let members = Members::new(domain.options())?;
+/// let options = MemberOptions { role: "worker".into(), ..domain.options() };
 /// let member = Member::new("worker-1", options)?;
 ///
 /// let joined = members.changes(Duration::from_secs(10))?;
@@ -71,15 +72,7 @@ pub struct MembersOptions {
     pub keep_files: bool,
 }
 
-impl MembersOptions {
-    /// The defaults, in this domain.
-    pub fn at(domain: &Domain) -> MembersOptions {
-        MembersOptions {
-            domain: Some(domain.clone()),
-            ..MembersOptions::default()
-        }
-    }
-}
+in_domain!(MembersOptions);
 
 opaque_debug!(Members { calls_back });
 
@@ -102,13 +95,13 @@ impl Members {
     /// ```
     /// use std::sync::mpsc::channel;
     /// use std::time::Duration;
-    /// # use warpipe::{Change, Domain, Member, MemberOptions, Members, MembersOptions};
+    /// # use warpipe::{Change, Domain, Member, Members};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-on-{}", std::process::id()));
     /// # let domain = Domain::at(&folder)?;
     /// let (sender, told) = channel();
     /// let tell = move |change: &Change| drop(sender.send(change.clone()));
-    /// let members = Members::with_callback(MembersOptions::at(&domain), tell)?;
-    /// let member = Member::new("sampler", MemberOptions::at(&domain))?;
+    /// let members = Members::with_callback(domain.options(), tell)?;
+    /// let member = Member::new("sampler", domain.options())?;
     /// assert!(matches!(told.recv_timeout(Duration::from_secs(10)), Ok(Change::Joined(_))));
     /// # drop((member, members)); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())

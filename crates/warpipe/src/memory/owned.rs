@@ -26,12 +26,12 @@ use crate::fork::driver_files::EXPORTED;
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, Memory, PublishOptions};
+/// use warpipe::{Device, Domain, Memory};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-memory-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let weights = Memory::allocate(&device, 1 << 20)?;
 /// weights.write(&device.stream()?, 0, b"weights")?;
-/// let published = weights.publish("weights", PublishOptions::at(&domain))?;
+/// let published = weights.publish("weights", domain.options())?;
 /// let text = published.ticket(..)?.to_string(); // a file, a pipe, an environment variable: any way will do
 ///
 /// // In any process of this user:

@@ -13,6 +13,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
 };
+use crate::options::in_domain;
 use crate::options::{chosen_domain, serve};
 
 /// The options with which [`Memory::publish`] publishes memory; those of a channel are
@@ -31,15 +32,7 @@ pub struct PublishOptions {
     pub allow_gids: Vec<u32>,
 }
 
-impl PublishOptions {
-    /// The defaults, in this domain.
-    pub fn at(domain: &Domain) -> PublishOptions {
-        PublishOptions {
-            domain: Some(domain.clone()),
-            ..PublishOptions::default()
-        }
-    }
-}
+in_domain!(PublishOptions);
 
 impl Memory {
     /// Publishes it under a name: for reading, by this user, unless the options say more. From now

@@ -37,9 +37,7 @@ impl Stage {
         memory
             .write(&self.device.stream().unwrap(), 0, contents)
             .unwrap();
-        memory
-            .publish(name, PublishOptions::at(&self.domain))
-            .unwrap()
+        memory.publish(name, self.domain.options()).unwrap()
     }
 }
 
@@ -286,7 +284,7 @@ fn a_limit_below_the_devices_unit_is_refused_at_once() {
                 "a",
                 crate::PublisherOptions {
                     memory_limit: bytes,
-                    ..crate::PublisherOptions::at(&stage.domain, &stage.device)
+                    ..stage.domain.on(&stage.device)
                 },
             )
             .map(drop),
@@ -294,7 +292,7 @@ fn a_limit_below_the_devices_unit_is_refused_at_once() {
                 "b",
                 crate::PoolOptions {
                     memory_limit: bytes,
-                    ..crate::PoolOptions::at(&stage.domain, &stage.device)
+                    ..stage.domain.on(&stage.device)
                 },
             )
             .map(drop),
@@ -302,7 +300,7 @@ fn a_limit_below_the_devices_unit_is_refused_at_once() {
                 "c",
                 crate::ServerOptions {
                     memory_limit: bytes,
-                    ..crate::ServerOptions::at(&stage.domain, &stage.device)
+                    ..stage.domain.on(&stage.device)
                 },
             )
             .map(drop),
@@ -310,7 +308,7 @@ fn a_limit_below_the_devices_unit_is_refused_at_once() {
                 "d",
                 crate::QueueOptions {
                     memory_limit: bytes,
-                    ..crate::QueueOptions::at(&stage.domain, &stage.device)
+                    ..stage.domain.on(&stage.device)
                 },
             )
             .map(drop),
@@ -400,7 +398,7 @@ fn memory_for_reading_is_not_written() {
             "b",
             PublishOptions {
                 access: Access::ReadWrite,
-                ..PublishOptions::at(&stage.domain)
+                ..stage.domain.options()
             },
         )
         .unwrap();

@@ -377,7 +377,6 @@ pub(crate) mod forged {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::PublishOptions;
     use crate::error::{DeviceFault, FileFault};
 
     fn is_of_the_text(error: &Error) -> bool {
@@ -495,7 +494,7 @@ mod tests {
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
         let published = crate::Memory::allocate(&device, 64)
             .unwrap()
-            .publish("weights", PublishOptions::at(&domain))
+            .publish("weights", domain.options())
             .unwrap();
         let mut ticket = published.ticket(..).unwrap();
         assert!(ticket.open(&device, Duration::ZERO).is_ok());

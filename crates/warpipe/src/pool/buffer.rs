@@ -15,6 +15,7 @@ use crate::ipc::{AccessPolicy, IpcServer, Kind};
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{SlotId, check_limit};
 use crate::memory::ticket::Ticket;
+use crate::options::in_domain;
 use crate::options::{MEMORY_LIMIT, chosen_device, chosen_domain, serve};
 use crate::stream::Stream;
 use crate::wait::Wait;
@@ -53,6 +54,8 @@ pub struct PoolOptions {
     pub allow_gids: Vec<u32>,
 }
 
+in_domain!(PoolOptions, device);
+
 impl Default for PoolOptions {
     fn default() -> PoolOptions {
         PoolOptions {
@@ -69,17 +72,6 @@ impl Default for PoolOptions {
     }
 }
 
-impl PoolOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> PoolOptions {
-        PoolOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..PoolOptions::default()
-        }
-    }
-}
-
 /// Memory that is handed out in blocks, to this process and to others. Cheap to clone: all clones
 /// are one pool. The drop of its last clone releases its name, and peers get no more memory. Blocks
 /// in use stay valid until they are released.
@@ -89,7 +81,7 @@ impl PoolOptions {
 /// use warpipe::{Device, Domain, LentBuffer, Pool, PoolOptions, backend::Access};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-pool-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let options = PoolOptions { memory_limit: 64 << 20, ..PoolOptions::at(&domain, &device) };
+/// let options = PoolOptions { memory_limit: 64 << 20, ..domain.on(&device) };
 /// let pool = Pool::new("scratch", options)?;
 /// let stream = device.stream()?;
 /// let buffer = pool.allocate(1 << 20, Duration::ZERO)?;

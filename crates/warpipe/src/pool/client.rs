@@ -30,13 +30,13 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, OpenOptions, Pool, PoolClient, PoolOptions};
+/// use warpipe::{Device, Domain, Pool, PoolClient};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-client-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let pool = Pool::new("scratch", PoolOptions::at(&domain, &device))?;
+/// let pool = Pool::new("scratch", domain.on(&device))?;
 ///
 /// // In any process of this user:
-/// let client = PoolClient::open("scratch", OpenOptions::at(&domain, &device), Duration::ZERO)?;
+/// let client = PoolClient::open("scratch", domain.on(&device), Duration::ZERO)?;
 /// let block = client.allocate(4096, Duration::ZERO)?;
 /// assert_eq!(pool.stats().lent_bytes, 4096);
 /// drop(block);

@@ -16,9 +16,7 @@ use crate::ipc::encode;
 use crate::ipc::peer::Process;
 use crate::lend::LendRequest;
 use crate::runtime::reactor::{EventSource, Next};
-use crate::{
-    Device, Domain, Error, Kind, LentBuffer, Memory, OpenOptions, PublishOptions, Stream, Ticket,
-};
+use crate::{Device, Domain, Error, Kind, LentBuffer, Memory, Stream, Ticket};
 
 pub(super) const WAIT: Duration = Duration::from_secs(10);
 pub(super) const MIB: u64 = 1 << 20;
@@ -42,7 +40,7 @@ impl Stage {
         let domain = Domain::at(&folder).unwrap();
         let options = PoolOptions {
             memory_limit: 2 * MIB,
-            ..PoolOptions::at(&domain, &device)
+            ..domain.on(&device)
         };
         let pool = Pool::new("pool", options).unwrap();
         Stage {
@@ -54,12 +52,7 @@ impl Stage {
     }
 
     fn client(&self) -> PoolClient {
-        PoolClient::open(
-            "pool",
-            OpenOptions::at(&self.domain, &self.device),
-            Duration::ZERO,
-        )
-        .unwrap()
+        PoolClient::open("pool", self.domain.on(&self.device), Duration::ZERO).unwrap()
     }
 }
 
@@ -275,7 +268,7 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
     drop((one, two));
     let memory = Memory::allocate(&stage.device, 8)
         .unwrap()
-        .publish("memory", PublishOptions::at(&stage.domain))
+        .publish("memory", stage.domain.options())
         .unwrap();
     let other =
         LentBuffer::open(&memory.ticket(..).unwrap(), &stage.device, Duration::ZERO).unwrap_err();
@@ -300,7 +293,7 @@ fn a_pool_that_has_ended_lends_and_grants_nothing() {
     );
     let ticket = block.lend(Access::Read).unwrap();
     let lent = client.allocate(8, Duration::ZERO).unwrap();
-    let other = Pool::new("other", PoolOptions::at(&stage.domain, &stage.device)).unwrap();
+    let other = Pool::new("other", stage.domain.on(&stage.device)).unwrap();
     drop(std::mem::replace(&mut stage.pool, other));
     assert!(matches!(
         block.lend(Access::Read),
@@ -437,12 +430,8 @@ fn a_pools_lock_is_free_during_the_device_call_that_clears_a_block() {
         panic!("it is free");
     };
     allocator.release(slot);
-    let client = PoolClient::open(
-        "pool",
-        OpenOptions::at(&stage.domain, &Device::host()),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let client =
+        PoolClient::open("pool", stage.domain.on(&Device::host()), Duration::ZERO).unwrap();
     wrapped.hook().allocator.set(allocator.me.clone()).unwrap();
     let lent = client.allocate(2 * MIB, Duration::ZERO).unwrap();
     assert_eq!(lent.to_vec(WAIT).unwrap()[..8], [0; 8]);

@@ -12,7 +12,7 @@ use super::*;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::ipc::{decode, encode};
 use crate::lend::{LendReply, LendRequest};
-use crate::{Error, LentBuffer, OpenOptions};
+use crate::{Error, LentBuffer};
 
 const NO_WAIT: Duration = Duration::ZERO;
 
@@ -21,7 +21,7 @@ fn stage(title: &str, limit: u64, options: impl FnOnce(PoolOptions) -> PoolOptio
     let mut stage = Stage::new(title);
     let defaults = PoolOptions {
         memory_limit: limit,
-        ..PoolOptions::at(&stage.domain, &stage.device)
+        ..stage.domain.on(&stage.device)
     };
     stage.pool = Pool::new("users", options(defaults)).unwrap();
     stage
@@ -37,12 +37,7 @@ fn tenant(number: u32) -> u32 {
 }
 
 fn client(stage: &Stage) -> PoolClient {
-    PoolClient::open(
-        "users",
-        OpenOptions::at(&stage.domain, &stage.device),
-        Duration::ZERO,
-    )
-    .unwrap()
+    PoolClient::open("users", stage.domain.on(&stage.device), Duration::ZERO).unwrap()
 }
 
 /// The fields of a quota error: its user, bytes used and allowed, blocks used and allowed.
@@ -630,12 +625,7 @@ fn an_import_that_the_driver_holds_up_delays_no_block_of_another_region() {
     let stage = stage("held-up", 64 * MIB, |it| it);
     let hook = Wrapped::new(stage.device.backend().clone(), Holding::default());
     let device = crate::Device::from_backend(hook.clone());
-    let client = PoolClient::open(
-        "users",
-        OpenOptions::at(&stage.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let client = PoolClient::open("users", stage.domain.on(&device), Duration::ZERO).unwrap();
     let first = client.allocate(MIB, NO_WAIT).unwrap();
     hook.hook().hold("import");
     std::thread::scope(|scope| {

@@ -12,6 +12,7 @@ use crate::ipc::limits::PeerLimits;
 use crate::ipc::peer::Peer;
 use crate::ipc::{AccessPolicy, HANDSHAKE_TIMEOUT, Kind, PeerState};
 use crate::options::MEMORY_LIMIT;
+use crate::options::in_domain;
 use crate::shm::segment::DEPTH_MAX;
 
 /// The action when a subscriber's ring is full. Declared by the publisher, for each subscriber.
@@ -108,6 +109,8 @@ pub struct PublisherOptions {
     pub allow_gids: Vec<u32>,
 }
 
+in_domain!(PublisherOptions, device);
+
 opaque_debug!(PublisherOptions {
     domain,
     device,
@@ -141,15 +144,6 @@ impl Default for PublisherOptions {
 }
 
 impl PublisherOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> PublisherOptions {
-        PublisherOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..PublisherOptions::default()
-        }
-    }
-
     pub(super) fn check(&self) -> Result<()> {
         if self.depth == 0 || self.depth > DEPTH_MAX {
             let allowed = format!("1 to {DEPTH_MAX}");

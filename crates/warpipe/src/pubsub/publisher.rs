@@ -48,13 +48,12 @@ pub struct PublisherStats {
 /// ```
 /// use std::time::Duration;
 /// use warpipe::{
-///     DType, Device, Domain, Layout, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+///     DType, Device, Domain, Layout, Publisher, Subscriber, SubscriberOptions,
 /// };
 /// # let folder = std::env::temp_dir().join(format!("warpipe-doc-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let publisher = Publisher::new("camera/front", PublisherOptions::at(&domain, &device))?;
-/// let options = SubscriberOptions::at(&domain, &device);
-/// let mut subscriber = Subscriber::open("camera/front", options, Duration::ZERO)?;
+/// let publisher = Publisher::new("camera/front", domain.on(&device))?;
+/// let mut subscriber = Subscriber::open("camera/front", domain.on(&device), Duration::ZERO)?;
 ///
 /// let stream = device.stream()?;
 /// let mut frame = publisher.loan(&Layout::contiguous(DType::U8, &[2, 3])?)?;
@@ -249,14 +248,14 @@ impl Publisher {
     /// # use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-skip-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// let first = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-    /// let options = SubscriberOptions::at(&domain, &device);
+    /// let first = Publisher::new("a", domain.on(&device))?;
+    /// let options: SubscriberOptions = domain.on(&device);
     /// let mut from = Subscriber::open("a", options, Duration::ZERO)?;
     /// let source = from.publisher_source().unwrap();
-    /// let place = PublisherOptions::at(&domain, &device);
+    /// let place: PublisherOptions = domain.on(&device);
     /// let options = PublisherOptions { forwards: Some(source), ..place };
     /// let forwarder = Publisher::new("b", options)?;
-    /// let options = SubscriberOptions::at(&domain, &device);
+    /// let options: SubscriberOptions = domain.on(&device);
     /// let mut subscriber = Subscriber::open("b", options, Duration::ZERO)?;
     ///
     /// let stream = device.stream()?;

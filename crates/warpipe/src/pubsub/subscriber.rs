@@ -61,16 +61,15 @@ pub struct PublisherInfo {
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+/// # use warpipe::{Device, Domain, Publisher, Subscriber, SubscriberOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-async-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// # let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
+/// # let publisher = Publisher::new("a", domain.on(&device))?;
 /// # let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
 /// # runtime.block_on(async {
 /// use tokio::io::unix::AsyncFd;
 ///
-/// let options = SubscriberOptions::at(&domain, &device);
-/// let subscriber = Subscriber::open("a", options, Duration::ZERO)?;
+/// let subscriber = Subscriber::open("a", domain.on(&device), Duration::ZERO)?;
 /// let stream = device.stream()?;
 /// publisher.send_bytes(&stream, b"hello")?;
 ///
@@ -509,6 +508,7 @@ impl Subscriber {
 impl Subscriber {
     /// Makes the descriptor of [`AsFd`](std::os::fd::AsFd) readable once: for a caller that keeps a
     /// sample aside for an event loop.
+    #[doc(hidden)] // For the Python package.
     pub fn ring(&self) {
         self.at.doorbell.ring();
     }

@@ -233,8 +233,8 @@ fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_aga
     });
     let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let jobs = [1, 2].map(|byte| scene.queue.submit_bytes(&[byte], &stream).unwrap());
-    let [(_first, first), (_second, mut second)] =
-        [0; 2].map(|_| worker.lease(&stream, PATIENCE).unwrap().split());
+    let [first, second] = [0; 2].map(|_| worker.lease(&stream, PATIENCE).unwrap());
+    let (first, mut second) = (first.answer_handle, second.answer_handle);
     let stuck = scene.fixture.device.stream().unwrap();
     scene.hook.hook().hold(&stuck);
     let (told, answered) = mpsc::channel();

@@ -69,7 +69,7 @@ impl AnswerPublisher {
     }
 }
 
-/// The answer that is owed for a leased job, apart from its input: see [`Lease::split`].
+/// The answer that is owed for a leased job, apart from its input: see [`Lease::answer_handle`].
 ///
 /// Each answer is given a [`Wait`]: for the owner to release earlier results, in place of the
 /// worker's [timeout](super::WorkerOptions::answer_timeout), and for another thread's answer that
@@ -77,14 +77,14 @@ impl AnswerPublisher {
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use warpipe::{Device, Domain, Queue, QueueOptions, Worker, WorkerOptions};
+/// # use warpipe::{Device, Domain, Queue, Worker, WorkerOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-answer-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// # let stream = device.stream()?;
-/// let queue = Queue::new("jobs", QueueOptions::at(&domain, &device))?;
-/// let mut worker = Worker::open("jobs", WorkerOptions::at(&domain, &device), Duration::ZERO)?;
+/// let queue = Queue::new("jobs", domain.on(&device))?;
+/// let mut worker = Worker::open("jobs", domain.on(&device), Duration::ZERO)?;
 /// let job = queue.submit_bytes(b"work", &stream)?;
-/// let (_input, answer) = worker.lease(&stream, Duration::from_secs(1))?.split();
+/// let answer = worker.lease(&stream, Duration::from_secs(1))?.answer_handle;
 /// answer.complete(None, &stream, Duration::ZERO)?; // or an `AnswerError` with the handle, at once
 /// job.wait(&stream, Duration::from_secs(5))?;
 /// # drop((worker, queue)); std::fs::remove_dir_all(folder).ok();
@@ -337,9 +337,14 @@ pub struct Lease {
     pub deadline_ns: Option<u64>,
     /// The process that owns the job's queue: of a request the client.
     pub queue_pid: i32,
-    /// Declared first: the answer is sent before the input is released.
-    answer_handle: AnswerHandle,
-    input: Sample,
+    /// The answer that is owed, for an answer with a wait of its own, or one that can be tried
+    /// again. Declared before the input: it is sent before the input is released.
+    pub answer_handle: AnswerHandle,
+    /// The input, for a user that needs it beyond the answer. Its release returns its slot to the
+    /// queue and its place in this worker's ring. The first bytes of its
+    /// [`metadata`](Sample::metadata) belong to the queue: call [`metadata`](Self::metadata)
+    /// instead.
+    pub input: Sample,
 }
 
 impl Deref for Lease {
@@ -375,12 +380,6 @@ impl Lease {
             },
             input,
         }
-    }
-
-    /// The input and the answer separately, for a user that needs the input beyond the answer.
-    /// Releasing the sample returns its slot to the queue and its place in this worker's ring.
-    pub fn split(self) -> (Sample, AnswerHandle) {
-        (self.input, self.answer_handle)
     }
 
     /// The metadata bytes that were sent with the job.

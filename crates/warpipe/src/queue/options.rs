@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::Domain;
 use crate::ipc::{HANDSHAKE_TIMEOUT, Kind};
+use crate::options::in_domain;
 use crate::options::{MEMORY_LIMIT, chosen_domain};
 use crate::pubsub::{Policy, Publisher, PublisherOptions, PublisherRole, SubscriberChanges};
 use crate::runtime::spin::SPIN;
@@ -64,6 +65,8 @@ pub struct QueueOptions {
     pub workers_max: u32,
 }
 
+in_domain!(QueueOptions, device);
+
 impl Default for QueueOptions {
     fn default() -> QueueOptions {
         QueueOptions {
@@ -79,17 +82,6 @@ impl Default for QueueOptions {
             submit_timeout: Duration::from_secs(5),
             handshake_timeout: HANDSHAKE_TIMEOUT,
             workers_max: 256,
-        }
-    }
-}
-
-impl QueueOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> QueueOptions {
-        QueueOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..QueueOptions::default()
         }
     }
 }

@@ -43,12 +43,12 @@ pub struct QueueState {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{DType, Device, Domain, Layout, Queue, QueueOptions, Worker, WorkerOptions};
+/// use warpipe::{DType, Device, Domain, Layout, Queue, Worker};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-queue-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let queue = Queue::new("jobs", QueueOptions::at(&domain, &device))?;
+/// let queue = Queue::new("jobs", domain.on(&device))?;
 /// // In another process, as a rule:
-/// let mut worker = Worker::open("jobs", WorkerOptions::at(&domain, &device), Duration::ZERO)?;
+/// let mut worker = Worker::open("jobs", domain.on(&device), Duration::ZERO)?;
 ///
 /// let stream = device.stream()?;
 /// let mut input = queue.loan(&Layout::bytes_only(3)?)?;

@@ -55,8 +55,7 @@ impl QueueFixture {
     }
 
     pub(super) fn build(&self, pick_worker: impl FnOnce(QueueOptions) -> QueueOptions) -> Queue {
-        let options = QueueOptions::at(&self.domain, &self.device);
-        Queue::new("jobs", pick_worker(options)).unwrap()
+        Queue::new("jobs", pick_worker(self.domain.on(&self.device))).unwrap()
     }
 
     pub(super) fn worker(&self) -> Worker {
@@ -64,7 +63,7 @@ impl QueueFixture {
             "jobs",
             WorkerOptions {
                 answer_timeout: SOON,
-                ..WorkerOptions::at(&self.domain, &self.device)
+                ..self.domain.on(&self.device)
             },
             Duration::ZERO,
         )
@@ -82,12 +81,12 @@ struct FakeWorker<'a> {
 impl<'a> FakeWorker<'a> {
     fn new(fixture: &'a QueueFixture) -> FakeWorker<'a> {
         let at = (&fixture.domain, &fixture.device);
-        let options = SubscriberOptions::at(at.0, at.1);
+        let options: SubscriberOptions = at.0.on(at.1);
         let jobs = Subscriber::to_kind("jobs", options, (Kind::Queue, true), Duration::ZERO);
         let jobs = jobs.unwrap();
         let options = PublisherOptions {
             policy: Policy::Block { timeout: SOON },
-            ..PublisherOptions::at(at.0, at.1)
+            ..at.0.on(at.1)
         };
         let answers = Publisher::over(&jobs, options, Kind::Publisher).unwrap();
         FakeWorker {
@@ -198,8 +197,7 @@ fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
         observer: Some(changes.clone()),
         replies: 4,
     };
-    let options = PublisherOptions::at(&fixture.domain, &fixture.device);
-    let queue = Publisher::with_role("jobs", options, role).unwrap();
+    let queue = Publisher::with_role("jobs", fixture.domain.on(&fixture.device), role).unwrap();
     for bytes in [&b""[..], &[0; 25], &[1; 24], &[1; 256]] {
         let mut worker = fixture.worker();
         let mut sample = queue.loan(&Layout::bytes_only(8).unwrap()).unwrap();
@@ -222,8 +220,7 @@ fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
 fn a_loan_of_another_queue_is_refused_and_given_back() {
     let fixture = QueueFixture::new();
     let queue = fixture.queue();
-    let options = QueueOptions::at(&fixture.domain, &fixture.device);
-    let other = Queue::new("other", options).unwrap();
+    let other = Queue::new("other", fixture.domain.on(&fixture.device)).unwrap();
     let loan = other.loan(&Layout::bytes_only(8).unwrap()).unwrap();
     let refused = queue.submit(loan, &fixture.stream).unwrap_err();
     assert!(matches!(refused.error, Error::Argument { .. }));
@@ -239,8 +236,8 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
     let fixture = QueueFixture::new();
     let (queue, mut worker) = (fixture.queue(), fixture.worker());
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
-    let [(_a, first), (_b, second)] =
-        [0, 1].map(|_| worker.lease(&fixture.stream, SOON).unwrap().split());
+    let [a, b] = [0, 1].map(|_| worker.lease(&fixture.stream, SOON).unwrap());
+    let (first, second) = (a.answer_handle, b.answer_handle);
     let mut output = first.output(&Layout::bytes_only(5).unwrap()).unwrap();
     output.write(&fixture.stream, b"first").unwrap();
     let refused = second
@@ -426,7 +423,7 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
     let options = WorkerOptions {
         memory_limit: 2 << 20,
         answer_timeout: Duration::from_millis(20),
-        ..WorkerOptions::at(&fixture.domain, &fixture.device)
+        ..fixture.domain.on(&fixture.device)
     };
     let mut worker = Worker::open("jobs", options, Duration::ZERO).unwrap();
     let [first, second] = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
@@ -462,13 +459,14 @@ fn an_answer_waits_for_memory_as_long_as_it_is_told_to_and_sleeps_meanwhile() {
         "jobs",
         WorkerOptions {
             answer_timeout: Duration::ZERO,
-            ..WorkerOptions::at(&fixture.domain, &fixture.device)
+            ..fixture.domain.on(&fixture.device)
         },
         Duration::ZERO,
     )
     .unwrap();
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    let (_input, answer) = worker.lease(&fixture.stream, SOON).unwrap().split();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
+    let answer = lease.answer_handle;
     let nothing = Layout::bytes_only(0).unwrap();
     let outputs: Vec<_> = std::iter::from_fn(|| answer.output(&nothing).ok()).collect();
     let asked = Cell::new(0);
@@ -521,7 +519,7 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     });
     let options = WorkerOptions {
         answer_timeout: Duration::from_millis(20),
-        ..WorkerOptions::at(&fixture.domain, &fixture.device)
+        ..fixture.domain.on(&fixture.device)
     };
     let mut silent = Worker::open("jobs", options, Duration::ZERO).unwrap();
     queue.wait_for_workers(1, SOON).unwrap();
@@ -558,7 +556,7 @@ fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
         "jobs",
         WorkerOptions {
             memory_limit: 64 << 20,
-            ..WorkerOptions::at(&fixture.domain, &fixture.device)
+            ..fixture.domain.on(&fixture.device)
         },
         Duration::ZERO,
     )
@@ -654,11 +652,7 @@ fn a_shutdown_ends_the_workers_loops_after_the_last_job_and_frees_the_name() {
     for job in &jobs {
         drop(job.wait(&fixture.stream, SOON).unwrap());
     }
-    let after = Worker::open(
-        "jobs",
-        WorkerOptions::at(&fixture.domain, &fixture.device),
-        Duration::ZERO,
-    );
+    let after = Worker::open("jobs", fixture.domain.on(&fixture.device), Duration::ZERO);
     assert!(matches!(after, Err(Error::NotFound { .. })), "{after:?}");
     let next = fixture.queue();
     assert_eq!(next.name(), "jobs");
@@ -722,11 +716,7 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
     assert!(queue.shutdown(Duration::ZERO).is_err());
     assert!(job.cancel().unwrap());
     assert!(matches!(
-        Worker::open(
-            "jobs",
-            WorkerOptions::at(&fixture.domain, &fixture.device),
-            Duration::ZERO
-        ),
+        Worker::open("jobs", fixture.domain.on(&fixture.device), Duration::ZERO),
         Err(Error::NotFound { .. })
     ));
 }

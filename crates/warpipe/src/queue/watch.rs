@@ -12,14 +12,14 @@ use crate::runtime::doorbell::LocalDoorbell;
 /// ```
 /// use std::os::fd::AsFd;
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, OptionalExtension, Queue, QueueOptions, Worker, WorkerOptions};
+/// use warpipe::{Device, Domain, OptionalExtension, Queue, Worker};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-watch-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let queue = Queue::new("jobs", QueueOptions::at(&domain, &device))?;
+/// let queue = Queue::new("jobs", domain.on(&device))?;
 /// let watch = queue.watch()?;
 /// let stream = device.stream()?;
 /// let job = queue.submit_bytes(b"input", &stream)?;
-/// let mut worker = Worker::open("jobs", WorkerOptions::at(&domain, &device), Duration::ZERO)?;
+/// let mut worker = Worker::open("jobs", domain.on(&device), Duration::ZERO)?;
 /// worker.lease(&stream, Duration::from_secs(1))?.complete(None, &stream)?;
 /// while !job.is_done()? {
 ///     // An event loop usually sleeps here, on many descriptors.

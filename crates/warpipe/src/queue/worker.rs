@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
 use crate::ipc::{HANDSHAKE_TIMEOUT, Kind};
 use crate::nvtx;
+use crate::options::in_domain;
 use crate::options::{MEMORY_LIMIT, chosen_device, chosen_domain};
 use crate::pubsub::{Policy, Publisher, PublisherOptions, Sample, Subscriber, SubscriberOptions};
 use crate::runtime::spin::SPIN;
@@ -36,6 +37,8 @@ pub struct WorkerOptions {
     pub answer_timeout: Duration,
 }
 
+in_domain!(WorkerOptions, device);
+
 impl Default for WorkerOptions {
     fn default() -> WorkerOptions {
         WorkerOptions {
@@ -45,17 +48,6 @@ impl Default for WorkerOptions {
             spin: SPIN,
             handshake_timeout: HANDSHAKE_TIMEOUT,
             answer_timeout: Duration::from_secs(10),
-        }
-    }
-}
-
-impl WorkerOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> WorkerOptions {
-        WorkerOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..WorkerOptions::default()
         }
     }
 }
@@ -92,7 +84,7 @@ impl Worker {
         let receiving = SubscriberOptions {
             spin: options.spin,
             handshake_timeout: options.handshake_timeout,
-            ..SubscriberOptions::at(&domain, &device)
+            ..domain.on(&device)
         };
         let jobs = Subscriber::to_kind(queue, receiving, (Kind::Queue, true), wait)?;
         let timeout = options.answer_timeout;
@@ -101,7 +93,7 @@ impl Worker {
             handshake_timeout: options.handshake_timeout,
             policy: Policy::Block { timeout },
             loan_timeout: timeout,
-            ..PublisherOptions::at(&domain, &device)
+            ..domain.on(&device)
         };
         let answers = Publisher::over(&jobs, answering, Kind::Results)?;
         let queue_pid = jobs.publisher().map(|it| it.pid).unwrap_or_default();
@@ -170,6 +162,7 @@ impl Worker {
 impl Worker {
     /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a lease aside for an
     /// event loop.
+    #[doc(hidden)] // For the Python package.
     pub fn ring(&self) {
         self.jobs.ring();
     }

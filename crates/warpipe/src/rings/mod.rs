@@ -38,6 +38,7 @@ use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Kind};
 use crate::memory::region::Region;
+use crate::options::in_domain;
 use crate::options::{Attachment, OpenOptions, chosen_device, serve};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
@@ -116,6 +117,8 @@ pub struct KernelRingOptions {
     pub allow_gids: Vec<u32>,
 }
 
+in_domain!(KernelRingOptions, device);
+
 impl Default for KernelRingOptions {
     fn default() -> KernelRingOptions {
         KernelRingOptions {
@@ -133,15 +136,6 @@ impl Default for KernelRingOptions {
 }
 
 impl KernelRingOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> KernelRingOptions {
-        KernelRingOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..KernelRingOptions::default()
-        }
-    }
-
     /// The bytes of a slot, once all options are in range.
     fn checked_slot_bytes(&self) -> Result<u64> {
         let wrong =
@@ -265,13 +259,13 @@ pub struct RingInfo {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, KernelRing, KernelRingOptions, OpenOptions};
+/// use warpipe::{Device, Domain, KernelRing, KernelRingOptions};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-ring-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let limit = Duration::from_secs(10);
-/// let producer = KernelRing::new("frames", KernelRingOptions::at(&domain, &device))?;
+/// let producer = KernelRing::new("frames", domain.on(&device))?;
 /// // In another process, as a rule:
-/// let consumer = KernelRing::open("frames", OpenOptions::at(&domain, &device), Duration::ZERO)?;
+/// let consumer = KernelRing::open("frames", domain.on(&device), Duration::ZERO)?;
 /// producer.wait_for_consumers(limit)?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);

@@ -10,8 +10,6 @@ use std::time::Duration;
 
 use super::*;
 
-use crate::OpenOptions;
-
 const LIMIT: Duration = Duration::from_secs(30);
 
 struct Place {
@@ -34,15 +32,11 @@ impl Place {
     }
 
     fn options(&self) -> KernelRingOptions {
-        KernelRingOptions::at(&self.domain, &self.device)
+        self.domain.on(&self.device)
     }
 
     fn open(&self) -> Result<KernelRing> {
-        KernelRing::open(
-            "ring",
-            OpenOptions::at(&self.domain, &self.device),
-            Duration::ZERO,
-        )
+        KernelRing::open("ring", self.domain.on(&self.device), Duration::ZERO)
     }
 
     /// A ring with its consumers, started.

@@ -8,6 +8,7 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, NameFault, Result};
 use crate::ipc::domain::Domain;
+use crate::options::in_domain;
 use crate::queue::{
     JobHandle, JobResult, Loan, Queue, QueueOptions, QueueState, QueueWatch, SubmitError,
 };
@@ -46,6 +47,8 @@ pub struct ClientOptions {
     pub loan_timeout: Duration,
 }
 
+in_domain!(ClientOptions, device);
+
 impl Default for ClientOptions {
     fn default() -> ClientOptions {
         let queue = QueueOptions::default();
@@ -64,15 +67,6 @@ impl Default for ClientOptions {
 }
 
 impl ClientOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> ClientOptions {
-        ClientOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..ClientOptions::default()
-        }
-    }
-
     fn queue(self) -> QueueOptions {
         QueueOptions {
             domain: self.domain,
@@ -94,12 +88,12 @@ impl ClientOptions {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Client, ClientOptions, Device, Domain, Layout, Server, ServerOptions};
+/// use warpipe::{Client, Device, Domain, Layout, Server};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-service-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let client = Client::new("upper", ClientOptions::at(&domain, &device))?;
+/// let client = Client::new("upper", domain.on(&device))?;
 /// // In another process, as a rule:
-/// let mut server = Server::new("upper", ServerOptions::at(&domain, &device))?;
+/// let mut server = Server::new("upper", domain.on(&device))?;
 /// # let stream = device.stream()?;
 /// # let second = Duration::from_secs(1);
 /// # let serving = std::thread::spawn({ let (stream, device) = (stream.clone(), device.clone()); move || {

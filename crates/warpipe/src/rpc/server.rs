@@ -13,6 +13,7 @@ use crate::error::{Error, Result, StateFault};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
+use crate::options::in_domain;
 use crate::options::{chosen_device, chosen_domain};
 use crate::pubsub::Subscriber;
 use crate::queue::{Lease, Worker, WorkerOptions};
@@ -57,6 +58,8 @@ pub struct ServerOptions {
     pub clients_max: usize,
 }
 
+in_domain!(ServerOptions, device);
+
 impl Default for ServerOptions {
     fn default() -> ServerOptions {
         let worker = WorkerOptions::default();
@@ -68,17 +71,6 @@ impl Default for ServerOptions {
             handshake_timeout: worker.handshake_timeout,
             answer_timeout: worker.answer_timeout,
             clients_max: 256,
-        }
-    }
-}
-
-impl ServerOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> ServerOptions {
-        ServerOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..ServerOptions::default()
         }
     }
 }
@@ -327,7 +319,7 @@ impl Server {
             spin: self.options.spin,
             handshake_timeout: self.options.handshake_timeout,
             answer_timeout: self.options.answer_timeout,
-            ..WorkerOptions::at(&self.domain, &self.device)
+            ..self.domain.on(&self.device)
         };
         let (domain, client) = (self.domain.clone(), name.clone());
         let reach = move |_: &Wait<'_>| {

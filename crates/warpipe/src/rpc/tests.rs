@@ -4,12 +4,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{Client, ClientOptions, Pending, Server, ServerOptions, client_prefix};
+use super::{Client, Pending, Server, ServerOptions, client_prefix};
 use crate::backend::testing::{Panicking, Wrapped};
 use crate::device::Device;
 use crate::error::{Error, NameFault};
 use crate::ipc::domain::Domain;
-use crate::pubsub::{Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+use crate::pubsub::{Publisher, PublisherOptions, Subscriber};
 use crate::queue::Lease;
 use crate::stream::Stream;
 use crate::wait::{OptionalExtension, Wait};
@@ -37,11 +37,11 @@ impl RpcFixture {
     }
 
     fn server(&self) -> Server {
-        Server::new("upper", ServerOptions::at(&self.domain, &self.device)).unwrap()
+        Server::new("upper", self.domain.on(&self.device)).unwrap()
     }
 
     fn client(&self) -> Client {
-        Client::new("upper", ClientOptions::at(&self.domain, &self.device)).unwrap()
+        Client::new("upper", self.domain.on(&self.device)).unwrap()
     }
 
     fn asks(&self, client: &Client) -> Pending {
@@ -171,15 +171,11 @@ fn a_client_that_has_no_room_is_not_asked_again_at_once() {
     let name = format!("{}00000001", client_prefix("upper"));
     let options = PublisherOptions {
         subscribers_max: 1,
-        ..PublisherOptions::at(&fixture.domain, &fixture.device)
+        ..fixture.domain.on(&fixture.device)
     };
     let full = Publisher::new(&name, options).unwrap();
-    let other = Subscriber::open(
-        &name,
-        SubscriberOptions::at(&fixture.domain, &fixture.device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let other =
+        Subscriber::open(&name, fixture.domain.on(&fixture.device), Duration::ZERO).unwrap();
     let mut server = fixture.server();
     let accept = |server: &mut Server| {
         server
@@ -205,13 +201,9 @@ fn a_name_that_is_too_long_for_a_service_is_refused_as_it_was_given() {
             if name == long && reason.contains("40 bytes"))
     };
     let (domain, device) = (&fixture.domain, &fixture.device);
-    assert!(refused(
-        Client::new(&long, ClientOptions::at(domain, device)).err()
-    ));
-    assert!(refused(
-        Server::new(&long, ServerOptions::at(domain, device)).err()
-    ));
-    assert!(Client::new(&long[1..], ClientOptions::at(domain, device)).is_ok());
+    assert!(refused(Client::new(&long, domain.on(device)).err()));
+    assert!(refused(Server::new(&long, domain.on(device)).err()));
+    assert!(Client::new(&long[1..], domain.on(device)).is_ok());
 }
 
 #[test]
@@ -219,7 +211,7 @@ fn a_client_is_attached_to_after_an_attempt_that_panicked() {
     let fixture = RpcFixture::new("panicked");
     let panicking = Wrapped::new(fixture.device.backend().clone(), Panicking::default());
     let device = Device::from_backend(panicking.clone());
-    let mut server = Server::new("upper", ServerOptions::at(&fixture.domain, &device)).unwrap();
+    let mut server = Server::new("upper", fixture.domain.on(&device)).unwrap();
     let stream = device.stream().unwrap();
     panicking.hook().aim("register", 1);
     let client = fixture.client();
@@ -237,7 +229,7 @@ fn an_accept_that_polls_for_long_is_cancelled_meanwhile() {
         "upper",
         ServerOptions {
             spin: Duration::MAX,
-            ..ServerOptions::at(&fixture.domain, &fixture.device)
+            ..fixture.domain.on(&fixture.device)
         },
     )
     .unwrap();

@@ -341,15 +341,15 @@ fn the_memory_of_an_owner_and_of_an_importer_has_one_identity() {
 
 #[test]
 fn a_subscriber_that_looks_for_its_next_publisher_is_attached_to_none() {
-    use crate::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+    use crate::{Device, Domain, Publisher, Subscriber, SubscriberOptions};
     use std::time::Duration;
     let folder = std::env::temp_dir().join(format!("warpipe-detached-{}", std::process::id()));
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
     let name = "statistics/detached";
-    let publisher = Publisher::new(name, PublisherOptions::at(&domain, &device)).unwrap();
+    let publisher = Publisher::new(name, domain.on(&device)).unwrap();
     let options = SubscriberOptions {
         reconnect: true,
-        ..SubscriberOptions::at(&domain, &device)
+        ..domain.on(&device)
     };
     let mut subscriber = Subscriber::open(name, options, Duration::ZERO).unwrap();
     let generations = || -> Vec<_> {

@@ -75,13 +75,13 @@ impl Timeline {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, OpenOptions, Timeline, CreateOptions};
+/// use warpipe::{Device, Domain, Timeline};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-timeline-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let owner = Timeline::new("frames", CreateOptions::at(&domain, &device))?;
+/// let owner = Timeline::new("frames", domain.on(&device))?;
 /// // In another process, as a rule:
-/// let frames = Timeline::open("frames", OpenOptions::at(&domain, &device), Duration::ZERO)?;
+/// let frames = Timeline::open("frames", domain.on(&device), Duration::ZERO)?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// owner.signal(&writing, 1, Duration::from_secs(1))?; // behind the work that is on `writing` so far

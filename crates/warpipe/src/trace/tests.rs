@@ -134,7 +134,7 @@ impl Folder {
     }
 
     fn publisher(&self, name: &str) -> Publisher {
-        Publisher::new(name, PublisherOptions::at(&self.0, &Device::host())).unwrap()
+        Publisher::new(name, self.0.on(&Device::host())).unwrap()
     }
 }
 
@@ -150,12 +150,8 @@ fn the_life_of_a_name_and_its_subscriber_is_told_in_order() {
     let publisher = folder.publisher("told");
     let opened = next(&seen, "endpoint.opened", "told");
     assert_eq!(opened.field("kind"), Some("publisher"), "{opened:?}");
-    let subscriber = crate::Subscriber::open(
-        "told",
-        crate::SubscriberOptions::at(&folder.0, &Device::host()),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let subscriber =
+        crate::Subscriber::open("told", folder.0.on(&Device::host()), Duration::ZERO).unwrap();
     let attached = next(&seen, "subscriber.attached", "told");
     let pid = std::process::id().to_string();
     assert_eq!(attached.field("pid"), Some(pid.as_str()), "{attached:?}");
@@ -213,12 +209,7 @@ fn wait_with<T>(endpoint: T) {
 fn the_deaths_of_a_subscriber_and_of_an_owner_are_told() {
     let here = "the_deaths_of_a_subscriber_and_of_an_owner_are_told";
     let subscriber = |domain: &Domain, name: &str| {
-        crate::Subscriber::open(
-            name,
-            crate::SubscriberOptions::at(domain, &Device::host()),
-            Duration::ZERO,
-        )
-        .unwrap()
+        crate::Subscriber::open(name, domain.on(&Device::host()), Duration::ZERO).unwrap()
     };
     if let Ok(role) = std::env::var(ROLE) {
         let domain = Domain::at(std::env::var_os(DOMAIN).unwrap()).unwrap();
@@ -229,15 +220,13 @@ fn the_deaths_of_a_subscriber_and_of_an_owner_are_told() {
                 let sample = subscriber.receive(&stream, WAIT).unwrap();
                 wait_with((sample, subscriber))
             }
-            _ => wait_with(
-                Publisher::new("victim", PublisherOptions::at(&domain, &Device::host())).unwrap(),
-            ),
+            _ => wait_with(Publisher::new("victim", domain.on(&Device::host())).unwrap()),
         };
     }
     let (seen, folder) = (listen(), Folder::new("deaths"));
     let options = PublisherOptions {
         history: 1,
-        ..PublisherOptions::at(&folder.0, &Device::host())
+        ..folder.0.on(&Device::host())
     };
     let publisher = Publisher::new("survivor", options).unwrap();
     let stream = Device::host().stream().unwrap();
@@ -263,12 +252,8 @@ fn a_connection_that_breaks_the_protocol_is_told_with_its_process_and_the_reason
     let (seen, folder) = (listen(), Folder::new("refused"));
     let _publisher = folder.publisher("strict");
     assert!(
-        crate::AllocationClient::open(
-            "strict",
-            crate::OpenOptions::at(&folder.0, &Device::host()),
-            Duration::ZERO
-        )
-        .is_err()
+        crate::AllocationClient::open("strict", folder.0.on(&Device::host()), Duration::ZERO)
+            .is_err()
     );
     let refused = next(&seen, "connection.refused", "strict");
     let pid = std::process::id().to_string();
@@ -287,14 +272,7 @@ fn a_subscriber_that_blocks_or_panics_holds_up_no_endpoint() {
     let blocked = collector().blocked.lock().unwrap();
     drop(folder.publisher("panics"));
     let publisher = folder.publisher("goes-on");
-    drop(
-        crate::Subscriber::open(
-            "goes-on",
-            crate::SubscriberOptions::at(&folder.0, &Device::host()),
-            Duration::ZERO,
-        )
-        .unwrap(),
-    );
+    drop(crate::Subscriber::open("goes-on", folder.0.on(&Device::host()), Duration::ZERO).unwrap());
     drop(publisher);
     assert_eq!(
         seen.try_iter()

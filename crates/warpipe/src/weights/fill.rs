@@ -60,11 +60,11 @@ pub struct WeightsBuilder {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, Weights};
-    /// use warpipe::{DType, Device, Domain, Layout, OpenOptions};
+    /// use warpipe::weights::{Keeper, SharedWeights, Weights};
+    /// use warpipe::{DType, Device, Domain, Layout};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-base-{}", std::process::id()));
     /// # let (domain, device, wait) = (Domain::at(&folder)?, Device::host(), Duration::from_secs(5));
-    /// # let keeper = Keeper::new("llama", KeeperOptions::at(&domain))?;
+    /// # let keeper = Keeper::new("llama", domain.options())?;
     /// let layout = Layout::contiguous(DType::U8, &[3])?;
     /// let whole = [("embed", layout, &b"abc"[..]), ("lora", layout, &b"old"[..])];
     /// let base = Weights::from_bytes(&device, whole)?.publish(&domain, "llama", wait)?;
@@ -76,7 +76,7 @@ pub struct WeightsBuilder {
     /// memory.write(&stream, builder.offsets()[0], b"new")?;
     /// builder.finish()?.publish(&domain, "llama", wait)?;
     ///
-    /// let shared = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
+    /// let shared = SharedWeights::open("llama", domain.on(&device), wait)?;
     /// for (name, bytes) in [("embed", b"abc"), ("lora", b"new")] {
     ///     assert_eq!(shared.tensor(name).expect("it has all").memory.to_vec(wait)?, bytes);
     /// }

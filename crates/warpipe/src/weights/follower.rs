@@ -21,16 +21,16 @@ use crate::wait::Wait;
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, Weights};
-/// # use warpipe::{DType, Device, Domain, Layout, OpenOptions};
+/// # use warpipe::weights::{Keeper, SharedWeights, Weights};
+/// # use warpipe::{DType, Device, Domain, Layout};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-follower-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// # let wait = Duration::from_secs(5);
-/// # let keeper = Keeper::new("llama", KeeperOptions::at(&domain))?;
+/// # let keeper = Keeper::new("llama", domain.options())?;
 /// # let layout = Layout::contiguous(DType::U8, &[3])?;
 /// # let publish = |bytes| Weights::from_bytes(&device, [("bias", layout, bytes)])?.publish(&domain, "llama", wait);
 /// let first = publish(&b"abc"[..])?;
-/// let shared = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
+/// let shared = SharedWeights::open("llama", domain.on(&device), wait)?;
 /// let mut follower = shared.follow();
 /// let bias = follower.weights().tensor("bias").expect("it was published");
 ///

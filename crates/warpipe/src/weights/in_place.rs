@@ -38,11 +38,11 @@ const LOOK_EVERY: usize = 64;
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, TensorsInPlace, Weights};
-/// use warpipe::{DType, Device, Domain, Layout, Memory, OpenOptions};
+/// use warpipe::weights::{Keeper, SharedWeights, TensorsInPlace, Weights};
+/// use warpipe::{DType, Device, Domain, Layout, Memory};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-in-place-{}", std::process::id()));
 /// # let (domain, device, wait) = (Domain::at(&folder)?, Device::host(), Duration::from_secs(5));
-/// # let keeper = Keeper::new("llama", KeeperOptions::at(&domain))?;
+/// # let keeper = Keeper::new("llama", domain.options())?;
 /// let memory = Memory::allocate(&device, 4096)?;
 /// let stream = device.stream()?;
 /// memory.write(&stream, 512, b"abc")?;
@@ -57,7 +57,7 @@ const LOOK_EVERY: usize = 64;
 /// let weights = builder.finish()?;
 /// weights.publish(&domain, "llama", wait)?;
 ///
-/// let shared = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
+/// let shared = SharedWeights::open("llama", domain.on(&device), wait)?;
 /// assert_eq!(shared.tensor("bias").expect("it was published").memory.to_vec(wait)?, b"abc");
 /// # drop((shared, weights, keeper)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())

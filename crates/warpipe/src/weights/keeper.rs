@@ -22,6 +22,7 @@ use crate::ipc::{
     ServerCore, decode,
 };
 use crate::mutex::LockUnpoisoned;
+use crate::options::in_domain;
 use crate::options::{chosen_domain, serve};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::trace::{self, TraceEvent};
@@ -90,15 +91,7 @@ pub struct KeeperOptions {
     pub allow_gids: Vec<u32>,
 }
 
-impl KeeperOptions {
-    /// The defaults, in this domain.
-    pub fn at(domain: &Domain) -> KeeperOptions {
-        KeeperOptions {
-            domain: Some(domain.clone()),
-            ..KeeperOptions::default()
-        }
-    }
-}
+in_domain!(KeeperOptions);
 
 /// What [`Keeper::state`] reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -47,21 +47,15 @@ impl Weights {
     /// Loads a source into one allocation of the device, with several readers. Each tensor starts
     /// at a multiple of 512 bytes. The device hashes them when all are there.
     ///
+    /// Calls `progress` with the number of bytes that have been read so far, after each part.
+    /// Several readers call it, each in a thread of its own, and each number once: a smaller one
+    /// may come after a larger one. A slow `progress` delays the load.
+    ///
     /// # Errors
     /// [`Error::Limit`] when the device, or this process, has no room;
     /// [`Error::Weights`] when a process wrote to a file since it was opened; [`Error::Os`] when
     /// it cannot be read; [`Error::Timeout`] when the device copies nothing; [`Error::Driver`].
-    pub fn load(device: &Device, source: &Source) -> Result<Weights> {
-        Weights::load_with_progress(device, source, |_| {})
-    }
-
-    /// As [`load`](Self::load), and calls `progress` with the number of bytes that have been read
-    /// so far, after each part. Several readers call it, each in a thread of its own, and each
-    /// number once: a smaller one may come after a larger one. A slow `progress` delays the load.
-    ///
-    /// # Errors
-    /// As [`load`](Self::load).
-    pub fn load_with_progress(
+    pub fn load(
         device: &Device,
         source: &Source,
         progress: impl Fn(u64) + Sync,

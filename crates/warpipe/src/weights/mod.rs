@@ -12,12 +12,12 @@
 //!
 //! ```
 //! use std::time::Duration;
-//! use warpipe::weights::{Keeper, KeeperOptions, SharedWeights, Weights};
-//! use warpipe::{DType, Device, Domain, Layout, OpenOptions};
+//! use warpipe::weights::{Keeper, SharedWeights, Weights};
+//! use warpipe::{DType, Device, Domain, Layout};
 //! # let folder = std::env::temp_dir().join(format!("warpipe-weights-{}", std::process::id()));
 //! let (domain, device) = (Domain::at(&folder)?, Device::host());
 //! let wait = Duration::from_secs(5);
-//! let keeper = Keeper::new("llama", KeeperOptions::at(&domain))?; // in a process of its own
+//! let keeper = Keeper::new("llama", domain.options())?; // in a process of its own
 //!
 //! // In a process that may end afterwards; `Weights::load` does the same with files:
 //! let layout = Layout::contiguous(DType::U8, &[3])?;
@@ -26,7 +26,7 @@
 //! drop(weights);
 //!
 //! // In each worker:
-//! let weights = SharedWeights::open("llama", OpenOptions::at(&domain, &device), wait)?;
+//! let weights = SharedWeights::open("llama", domain.on(&device), wait)?;
 //! let bias = weights.tensor("bias").expect("it was published");
 //! assert_eq!(bias.memory.to_vec(wait)?, b"abc");
 //! # drop((bias, weights, keeper)); std::fs::remove_dir_all(folder).ok();

@@ -14,13 +14,13 @@ use std::time::Duration;
 use warpipe_testkit::{TempDir, temporary_folder};
 
 use super::*;
+use crate::OpenOptions;
 use crate::backend::testing::{Failing, Wrapped};
 use crate::device::Device;
 use crate::error::{Error, NameFault, StateFault, WeightsFault};
 use crate::hostile::in_a_forked_child;
 use crate::ipc::domain::Domain;
 use crate::tensor::{DType, Layout};
-use crate::{OpenOptions, PublishOptions};
 
 const WAIT: Duration = Duration::from_secs(30);
 
@@ -43,11 +43,11 @@ impl Stage {
     }
 
     fn keeper(&self) -> Keeper {
-        Keeper::new("w", KeeperOptions::at(&self.domain)).unwrap()
+        Keeper::new("w", self.domain.options()).unwrap()
     }
 
     fn options(&self) -> OpenOptions {
-        OpenOptions::at(&self.domain, &self.device)
+        self.domain.on(&self.device)
     }
 
     /// Weights with two tensors, every byte of them `byte`.
@@ -93,7 +93,7 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
     let path = stage.folder.path().join("model.safetensors");
     std::fs::write(&path, &file).unwrap();
     let source = Source::open([&path]).unwrap();
-    let weights = Weights::load(&stage.device, &source).unwrap();
+    let weights = Weights::load(&stage.device, &source, |_| {}).unwrap();
     let found: Vec<_> = weights
         .tensors()
         .iter()
@@ -149,7 +149,7 @@ fn a_load_tells_each_number_of_bytes_that_it_has_read_and_all_of_them_in_the_end
     let (source, bytes) = large_file(&stage);
     let told = std::sync::Mutex::new(Vec::new());
     let progress = |done| told.lock().unwrap().push(done);
-    Weights::load_with_progress(&stage.device, &source, progress).unwrap();
+    Weights::load(&stage.device, &source, progress).unwrap();
     let told = told.into_inner().unwrap();
     // One tensor has one reader.
     assert!(told.len() > 1 && told.is_sorted(), "{told:?}");
@@ -176,7 +176,7 @@ fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
         let backend = Wrapped::new(inner.backend().clone(), Failing::default());
         let device = Device::from_backend(backend.clone());
         backend.hook().aim(method, call);
-        let failed = Weights::load(&device, &source).unwrap_err();
+        let failed = Weights::load(&device, &source, |_| {}).unwrap_err();
         assert!(
             matches!(
                 failed,
@@ -188,7 +188,7 @@ fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
             "{method} {call}: {failed}"
         );
     }
-    let weights = Weights::load(&inner, &source).unwrap();
+    let weights = Weights::load(&inner, &source, |_| {}).unwrap();
     assert!(weights.memory_for_tests().to_vec(WAIT).unwrap()[..bytes.len()] == bytes[..]);
     let hash = content::content_hash(&bytes);
     assert_eq!(weights.tensors()[0].hash, Some(hash));
@@ -205,7 +205,7 @@ fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
     std::fs::write(&path, &file).unwrap();
     let source = Source::open([&path]).unwrap();
     std::fs::write(&path, &file[..file.len() - 1]).unwrap();
-    let refused = Weights::load(&stage.device, &source).unwrap_err();
+    let refused = Weights::load(&stage.device, &source, |_| {}).unwrap_err();
     assert!(
         refused.to_string().contains("changed while it was loaded"),
         "{refused}"
@@ -371,23 +371,21 @@ fn names_that_are_taken_of_another_kind_or_unknown_are_errors_and_leave_no_file(
     let absent = publish(Duration::ZERO).unwrap_err();
     assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
     let keeper = stage.keeper();
-    let taken = Keeper::new("w", KeeperOptions::at(&stage.domain)).unwrap_err();
+    let taken = Keeper::new("w", stage.domain.options()).unwrap_err();
     assert!(
         matches!(taken, Error::Name(NameFault::Taken { .. })),
         "{taken}"
     );
     drop(keeper);
     let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
-    let other = memory
-        .publish("w", PublishOptions::at(&stage.domain))
-        .unwrap();
+    let other = memory.publish("w", stage.domain.options()).unwrap();
     let found = publish(Duration::ZERO).unwrap_err();
     assert!(
         matches!(found, Error::Name(NameFault::OtherKind { .. })),
         "{found}"
     );
     drop(other);
-    let long = Keeper::new(&"n".repeat(201), KeeperOptions::at(&stage.domain)).unwrap_err();
+    let long = Keeper::new(&"n".repeat(201), stage.domain.options()).unwrap_err();
     assert!(
         matches!(long, Error::Name(NameFault::Invalid { .. })),
         "{long}"
@@ -429,11 +427,7 @@ fn files_of_other_endpoints_behind_the_prefix_are_no_versions() {
         "w/held-0-0",
         "w/held-9",
     ];
-    let others = names.map(|name| {
-        memory
-            .publish(name, PublishOptions::at(&stage.domain))
-            .unwrap()
-    });
+    let others = names.map(|name| memory.publish(name, stage.domain.options()).unwrap());
     let keeper = stage.keeper();
     assert_eq!(
         (
@@ -491,7 +485,7 @@ fn every_damaged_tensor_is_listed() {
 fn damage_in_any_part_of_a_tensor_is_found() {
     let stage = Stage::new();
     let (source, bytes) = large_file(&stage);
-    let weights = Weights::load(&stage.device, &source).unwrap();
+    let weights = Weights::load(&stage.device, &source, |_| {}).unwrap();
     let _keeper = stage.keeper();
     let _published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     assert_eq!(
@@ -570,9 +564,7 @@ fn weights_are_listed_with_their_keeper_or_without_one() {
     let list = || NamedWeights::list(&stage.domain).unwrap();
     assert_eq!(list(), []);
     let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
-    let _other = memory
-        .publish("memory", PublishOptions::at(&stage.domain))
-        .unwrap();
+    let _other = memory.publish("memory", stage.domain.options()).unwrap();
     let keeper = stage.keeper();
     let [empty] = &list()[..] else {
         panic!("one name")
@@ -674,7 +666,7 @@ fn a_file_that_is_written_in_place_while_it_is_loaded_is_an_error_also_with_its_
             file.metadata().unwrap().modified().unwrap(),
             AtomicBool::new(false),
         );
-        let loaded = Weights::load_with_progress(&stage.device, &source, |_| {
+        let loaded = Weights::load(&stage.device, &source, |_| {
             if !once.swap(true, SeqCst) {
                 file.write_all_at(&file_of(2, 4 << 20), 0).unwrap();
                 if keeps_time {
@@ -685,6 +677,6 @@ fn a_file_that_is_written_in_place_while_it_is_loaded_is_an_error_also_with_its_
         let refused = loaded.map(drop).unwrap_err().to_string();
         assert!(refused.contains("changed while it was loaded"), "{refused}");
         let source = Source::open([&path]).unwrap();
-        Weights::load(&stage.device, &source).unwrap();
+        Weights::load(&stage.device, &source, |_| {}).unwrap();
     }
 }

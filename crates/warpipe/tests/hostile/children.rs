@@ -20,7 +20,7 @@ use crate::fork::driver_files::EXPORTED;
 use crate::fork::lifeline::Lifeline;
 use crate::ipc::peer::{DeathEvidence, Process};
 use crate::os;
-use crate::{Device, Domain, Subscriber, SubscriberOptions};
+use crate::{Device, Domain, Subscriber};
 
 /// The driver's files: so many that releasing them takes longer than releasing a lifeline.
 const FILES: usize = 200;
@@ -352,12 +352,8 @@ fn exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_fo
 /// Subscribes, holds a sample, and executes another program; a child that this library has not seen
 /// keeps everything.
 fn hold_and_exec(test: &str, scratch: &Domain) -> ! {
-    let mut subscriber = Subscriber::open(
-        "a",
-        SubscriberOptions::at(scratch, &Device::host()),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let mut subscriber =
+        Subscriber::open("a", scratch.on(&Device::host()), Duration::ZERO).unwrap();
     std::mem::forget(subscriber.receive(&stream(), LONG).unwrap());
     // SAFETY: a fork, without a stack of its own; the child makes two system calls.
     let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32 };
@@ -375,12 +371,9 @@ fn a_program_that_called_exec_lives_on_when_a_child_from_before_ends() {
     match role().as_deref() {
         Some("before") => hold_and_exec(test, &domain_of_test()),
         Some(_) => {
-            let mut subscriber = Subscriber::open(
-                "a",
-                SubscriberOptions::at(&domain_of_test(), &Device::host()),
-                Duration::ZERO,
-            )
-            .unwrap();
+            let mut subscriber =
+                Subscriber::open("a", domain_of_test().on(&Device::host()), Duration::ZERO)
+                    .unwrap();
             say(&[1]);
             assert_eq!(
                 subscriber

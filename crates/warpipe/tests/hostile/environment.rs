@@ -11,10 +11,7 @@ use super::stage::{
     stream,
 };
 use crate::statistics::Observer;
-use crate::{
-    Client, ClientOptions, Device, Domain, Error, Layout, Publisher, PublisherOptions, Server,
-    ServerOptions,
-};
+use crate::{Client, Device, Domain, Error, Layout, Publisher, Server};
 
 const USER: u32 = 61_234;
 const OTHER_USER: u32 = 65_534;
@@ -95,7 +92,7 @@ fn memory_beyond_the_limit_of_file_sizes_is_an_error_and_no_signal() {
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         let before = getrlimit(Resource::Fsize);
-        let build = || Publisher::new("a", PublisherOptions::at(&scratch.domain, &Device::host()));
+        let build = || Publisher::new("a", scratch.domain.on(&Device::host()));
         let send = |publisher: &Publisher| publisher.send_bytes(&stream(), &[0; 4 << 20]);
         for bytes in [0, 1 << 10, 64 << 10, 1 << 20] {
             let limit = Rlimit {
@@ -147,7 +144,7 @@ fn a_peer_in_another_time_namespace_is_seen_and_keeps_the_deadlines_of_this_one(
     let test = "a_peer_in_another_time_namespace_is_seen_and_keeps_the_deadlines_of_this_one";
     let device = Device::host();
     let answer = |domain: &Domain| {
-        let mut server = Server::new("service", ServerOptions::at(domain, &device))?;
+        let mut server = Server::new("service", domain.on(&device))?;
         let request = server.accept(&stream(), LONG)?;
         let output = request.output(&Layout::bytes_only(4)?)?;
         request.complete(output, &stream())
@@ -156,10 +153,10 @@ fn a_peer_in_another_time_namespace_is_seen_and_keeps_the_deadlines_of_this_one(
         let input = client.loan(&Layout::bytes_only(4)?)?;
         client.call(input, &stream(), LONG).map(drop)
     };
-    let client = |domain: &Domain| Client::new("service", ClientOptions::at(domain, &device));
+    let client = |domain: &Domain| Client::new("service", domain.on(&device));
     match role().as_deref() {
         Some("server") => {
-            let _publisher = Publisher::new("a", PublisherOptions::at(&domain_of_test(), &device));
+            let _publisher = Publisher::new("a", domain_of_test().on(&device));
             println!("outcome: {}", std::process::id());
             next_order();
             return println!("outcome: {:?}", answer(&domain_of_test()));

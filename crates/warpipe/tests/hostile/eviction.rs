@@ -57,7 +57,7 @@ fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
         "a",
         SubscriberOptions {
             handshake_timeout: LONG,
-            ..SubscriberOptions::at(&domain, &Device::host())
+            ..domain.on(&Device::host())
         },
         Duration::ZERO,
     )

@@ -94,7 +94,7 @@ pub(super) fn meet(
         });
         let options = SubscriberOptions {
             handshake_timeout: timeout,
-            ..SubscriberOptions::at(&scratch.domain, &Device::host())
+            ..scratch.domain.on(&Device::host())
         };
         let result = Subscriber::open("a", options, Duration::ZERO);
         drop(publisher.join().unwrap());

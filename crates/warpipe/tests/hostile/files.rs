@@ -15,7 +15,7 @@ use super::stage::{
 use crate::{Device, Error, FileFault, NameFault, Publisher, PublisherOptions};
 
 fn build(scratch: &Scratch) -> crate::Result<Publisher> {
-    Publisher::new("a", PublisherOptions::at(&scratch.domain, &Device::host()))
+    Publisher::new("a", scratch.domain.on(&Device::host()))
 }
 
 /// The kind and the contents of a path, without following it.
@@ -169,8 +169,7 @@ fn a_killed_publishers_name_is_cleaned_or_taken_over() {
     let test = "a_killed_publishers_name_is_cleaned_or_taken_over";
     if role().as_deref() == Some("victim") {
         let domain = domain_of_test();
-        let _publisher =
-            Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap();
+        let _publisher = Publisher::new("a", domain.on(&Device::host())).unwrap();
         println!("ready");
         loop {
             std::thread::park();
@@ -303,7 +302,7 @@ fn a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor() {
             backend.hook().aim("register", 1);
             let options = PublisherOptions {
                 history: 1,
-                ..PublisherOptions::at(&scratch.domain, &device)
+                ..scratch.domain.on(&device)
             };
             let error = Publisher::new("a", options).unwrap_err();
             assert!(

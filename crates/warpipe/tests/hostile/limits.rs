@@ -16,7 +16,7 @@ use crate::runtime::reactor::Reactor;
 use crate::runtime::reserve::RESERVE_MAX;
 use crate::{
     Device, Error, HandshakeFault, Layout, PeerState, Publisher, PublisherOptions, Queue,
-    QueueOptions, Subscriber, SubscriberOptions, Worker, WorkerOptions,
+    Subscriber, SubscriberOptions, Worker,
 };
 
 #[test]
@@ -30,7 +30,7 @@ fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() 
             let build = || {
                 let options = PublisherOptions {
                     history: 1,
-                    ..PublisherOptions::at(&scratch.domain, &Device::host())
+                    ..scratch.domain.on(&Device::host())
                 };
                 let publisher = Publisher::new("a", options)?;
                 publisher
@@ -99,8 +99,7 @@ impl Host {
 /// The other side of [`Host`].
 fn serve() {
     let domain = domain_of_test();
-    let mut publisher =
-        Some(Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap());
+    let mut publisher = Some(Publisher::new("a", domain.on(&Device::host())).unwrap());
     let stream = stream();
     println!("ready");
     while let Some(line) = next_order() {
@@ -128,7 +127,7 @@ fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
         "a",
         SubscriberOptions {
             handshake_timeout: Duration::from_millis(300),
-            ..SubscriberOptions::at(&scratch.domain, &Device::host())
+            ..scratch.domain.on(&Device::host())
         },
         Duration::ZERO,
     )
@@ -338,12 +337,7 @@ fn an_owner_without_descriptors_loses_no_job_that_was_done() {
     let device = Device::host();
     if role().as_deref() == Some("worker") {
         let domain = domain_of_test();
-        let mut worker = crate::Worker::open(
-            "jobs",
-            crate::WorkerOptions::at(&domain, &device),
-            Duration::ZERO,
-        )
-        .unwrap();
+        let mut worker = crate::Worker::open("jobs", domain.on(&device), Duration::ZERO).unwrap();
         let stream = stream();
         let complete = |worker: &mut crate::Worker, bytes| {
             let lease = worker.lease(&stream, LONG).unwrap();
@@ -363,7 +357,7 @@ fn an_owner_without_descriptors_loses_no_job_that_was_done() {
         let (scratch, stream) = (Scratch::new(), stream());
         let options = crate::QueueOptions {
             max_attempts: 1,
-            ..crate::QueueOptions::at(&scratch.domain, &device)
+            ..scratch.domain.on(&device)
         };
         let queue = crate::Queue::new("jobs", options).unwrap();
         let mut worker = TestProcess::start(module_path!(), test, "worker", &scratch);
@@ -387,12 +381,8 @@ fn a_subscriber_costs_its_publisher_six_descriptors() {
     let test = "a_subscriber_costs_its_publisher_six_descriptors";
     if role().as_deref() == Some("importer") {
         let domain = domain_of_test();
-        let _subscriber = Subscriber::open(
-            "a",
-            SubscriberOptions::at(&domain, &Device::host()),
-            Duration::ZERO,
-        )
-        .unwrap();
+        let _subscriber =
+            Subscriber::open("a", domain.on(&Device::host()), Duration::ZERO).unwrap();
         println!("attached");
         let _ = next_order();
         return;
@@ -423,13 +413,7 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     let test = "a_process_takes_its_own_share_of_the_links_and_leaves_the_rest";
     if role().as_deref() == Some("many") {
         let domain = domain_of_test();
-        let subscribe = || {
-            Subscriber::open(
-                "a",
-                SubscriberOptions::at(&domain, &Device::host()),
-                Duration::ZERO,
-            )
-        };
+        let subscribe = || Subscriber::open("a", domain.on(&Device::host()), Duration::ZERO);
         let subscribers: Vec<_> = (0..64).map(|_| subscribe().unwrap()).collect();
         let fault = match subscribe() {
             Err(Error::Handshake { fault, .. }) => fault,
@@ -470,24 +454,9 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
         let domain = domain_of_test();
         let device = Device::host();
         let open = |name: &str| match name {
-            "pool" => crate::PoolClient::open(
-                name,
-                crate::OpenOptions::at(&domain, &device),
-                Duration::ZERO,
-            )
-            .map(drop),
-            "timeline" => crate::Timeline::open(
-                name,
-                crate::OpenOptions::at(&domain, &device),
-                Duration::ZERO,
-            )
-            .map(drop),
-            _ => crate::Semaphore::open(
-                name,
-                crate::OpenOptions::at(&domain, &device),
-                Duration::ZERO,
-            )
-            .map(drop),
+            "pool" => crate::PoolClient::open(name, domain.on(&device), Duration::ZERO).map(drop),
+            "timeline" => crate::Timeline::open(name, domain.on(&device), Duration::ZERO).map(drop),
+            _ => crate::Semaphore::open(name, domain.on(&device), Duration::ZERO).map(drop),
         };
         let names = ["pool", "timeline", "turns"];
         names.iter().for_each(|name| open(name).unwrap());
@@ -516,15 +485,9 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         let device = Device::host();
-        let _pool =
-            crate::Pool::new("pool", crate::PoolOptions::at(&scratch.domain, &device)).unwrap();
-        let _timeline = crate::Timeline::new(
-            "timeline",
-            crate::CreateOptions::at(&scratch.domain, &device),
-        )
-        .unwrap();
-        let options = crate::CreateOptions::at(&scratch.domain, &device);
-        let _turns = crate::Semaphore::new("turns", 1, options).unwrap();
+        let _pool = crate::Pool::new("pool", scratch.domain.on(&device)).unwrap();
+        let _timeline = crate::Timeline::new("timeline", scratch.domain.on(&device)).unwrap();
+        let _turns = crate::Semaphore::new("turns", 1, scratch.domain.on(&device)).unwrap();
         let before = settled_descriptors();
         let mut client = TestProcess::start(module_path!(), test, "client", &scratch);
         client.hear("no descriptors left");
@@ -540,7 +503,7 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
     let device = Device::host();
     if role().as_deref() == Some("owner") {
         let domain = domain_of_test();
-        let pool = crate::Pool::new("pool", crate::PoolOptions::at(&domain, &device)).unwrap();
+        let pool = crate::Pool::new("pool", domain.on(&device)).unwrap();
         println!("lent {}", pool.stats().lent_bytes);
         while next_order().is_some() {
             println!("lent {}", pool.stats().lent_bytes);
@@ -551,14 +514,8 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
         let scratch = Scratch::new();
         let mut owner = TestProcess::start(module_path!(), test, "owner", &scratch);
         assert_eq!(owner.hear("lent "), "0");
-        let open = || {
-            crate::PoolClient::open(
-                "pool",
-                crate::OpenOptions::at(&scratch.domain, &device),
-                Duration::ZERO,
-            )
-            .unwrap()
-        };
+        let open =
+            || crate::PoolClient::open("pool", scratch.domain.on(&device), Duration::ZERO).unwrap();
         let client = open();
         let held = client.allocate(4096, Duration::ZERO).unwrap();
         leave_the_reserve();
@@ -591,15 +548,8 @@ fn a_worker_takes_four_descriptors_and_two_of_its_queue() {
         "a_worker_takes_four_descriptors_and_two_of_its_queue",
         || {
             let (scratch, device) = (Scratch::new(), Device::host());
-            let queue = Queue::new("q", QueueOptions::at(&scratch.domain, &device)).unwrap();
-            let worker = || {
-                Worker::open(
-                    "q",
-                    WorkerOptions::at(&scratch.domain, &device),
-                    Duration::ZERO,
-                )
-                .unwrap()
-            };
+            let queue = Queue::new("q", scratch.domain.on(&device)).unwrap();
+            let worker = || Worker::open("q", scratch.domain.on(&device), Duration::ZERO).unwrap();
             // The first one brings the lifeline of this process.
             let first = worker();
             queue.wait_for_workers(1, LONG).unwrap();

@@ -191,7 +191,7 @@ impl Victim {
 /// Announces a sample that is never complete, and waits to be killed.
 pub(super) fn victim() {
     let domain = domain_of_test();
-    let publisher = Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap();
+    let publisher = Publisher::new("a", domain.on(&Device::host())).unwrap();
     println!("ready");
     std::io::stdin().read_line(&mut String::new()).unwrap();
     let stream = stream();

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::stage::{LONG, Scratch, TestProcess, domain_of_test, eventually, next_order, role};
-use crate::{Change, Member, MemberOptions, Members, MembersOptions};
+use crate::{Change, Member, Members};
 
 /// As many as one process may connect to at one moment.
 const MEMBERS: usize = 60;
@@ -13,8 +13,7 @@ fn members_that_die_at_once_are_all_reported_and_cleaned_up_after_in_few_looks_a
     let test = "members_that_die_at_once_are_all_reported_and_cleaned_up_after_in_few_looks_at_the_directory";
     if role().as_deref() == Some("members") {
         let domain = domain_of_test();
-        let join =
-            |number: usize| Member::new(&format!("m{number}"), MemberOptions::at(&domain)).unwrap();
+        let join = |number: usize| Member::new(&format!("m{number}"), domain.options()).unwrap();
         let _members: Vec<Member> = (0..MEMBERS).map(join).collect();
         println!("joined:");
         next_order();
@@ -23,7 +22,7 @@ fn members_that_die_at_once_are_all_reported_and_cleaned_up_after_in_few_looks_a
     let scratch = Scratch::new();
     let mut process = TestProcess::start(module_path!(), test, "members", &scratch);
     process.hear("joined:");
-    let members = Members::new(MembersOptions::at(&scratch.domain)).unwrap();
+    let members = Members::new(scratch.domain.options()).unwrap();
     for _ in 0..MEMBERS {
         let change = members.changes(LONG).unwrap();
         assert!(matches!(change, Some(Change::Joined(_))), "{change:?}");

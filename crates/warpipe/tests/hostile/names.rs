@@ -8,7 +8,7 @@ use rustix::process::Signal;
 use super::stage::{LONG, Scratch, TestProcess, alone, domain_of_test, next_order, role, stream};
 use crate::{
     Device, Domain, EndpointName, Error, FileFault, NAME_BYTES_MAX, NameFault, Publisher,
-    PublisherOptions, Subscriber, SubscriberOptions,
+    Subscriber,
 };
 
 const BAD: [&str; 15] = [
@@ -21,14 +21,14 @@ fn a_name_that_breaks_a_rule_is_refused_by_both_ends() {
     let scratch = Scratch::new();
     let long = "x".repeat(NAME_BYTES_MAX + 1);
     for bad in BAD.iter().copied().chain([long.as_str()]) {
-        let publisher = Publisher::new(bad, PublisherOptions::at(&scratch.domain, &Device::host()));
+        let publisher = Publisher::new(bad, scratch.domain.on(&Device::host()));
         assert!(
             matches!(publisher, Err(Error::Name(NameFault::Invalid { .. }))),
             "{bad:?}"
         );
         let subscriber = Subscriber::open(
             bad,
-            SubscriberOptions::at(&scratch.domain, &Device::host()),
+            scratch.domain.on(&Device::host()),
             std::time::Duration::ZERO,
         );
         assert!(
@@ -47,14 +47,10 @@ fn a_name_that_breaks_a_rule_is_refused_by_both_ends() {
 fn the_longest_name_can_be_published_and_subscribed_to() {
     let scratch = Scratch::new();
     let long = "x".repeat(NAME_BYTES_MAX);
-    let publisher = Publisher::new(
-        &long,
-        PublisherOptions::at(&scratch.domain, &Device::host()),
-    )
-    .unwrap();
+    let publisher = Publisher::new(&long, scratch.domain.on(&Device::host())).unwrap();
     Subscriber::open(
         &long,
-        SubscriberOptions::at(&scratch.domain, &Device::host()),
+        scratch.domain.on(&Device::host()),
         std::time::Duration::ZERO,
     )
     .unwrap();
@@ -65,11 +61,8 @@ fn the_longest_name_can_be_published_and_subscribed_to() {
 #[test]
 fn a_name_with_slashes_lies_flat_in_the_directory() {
     let scratch = Scratch::new();
-    let _publisher = Publisher::new(
-        "camera/front.left-1",
-        PublisherOptions::at(&scratch.domain, &Device::host()),
-    )
-    .unwrap();
+    let _publisher =
+        Publisher::new("camera/front.left-1", scratch.domain.on(&Device::host())).unwrap();
     assert!(
         std::fs::read_dir(&scratch.path).unwrap().all(|entry| entry
             .unwrap()
@@ -159,14 +152,8 @@ fn a_relative_directory_stays_the_same_when_the_process_moves() {
             std::env::set_current_dir(&scratch.path).unwrap();
             let domain = Domain::at("relative").unwrap();
             std::env::set_current_dir("/").unwrap();
-            let publisher =
-                Publisher::new("a", PublisherOptions::at(&domain, &Device::host())).unwrap();
-            Subscriber::open(
-                "a",
-                SubscriberOptions::at(&domain, &Device::host()),
-                std::time::Duration::ZERO,
-            )
-            .unwrap();
+            let publisher = Publisher::new("a", domain.on(&Device::host())).unwrap();
+            Subscriber::open("a", domain.on(&Device::host()), std::time::Duration::ZERO).unwrap();
             assert!(scratch.path.join("relative/a.sock").exists());
             drop(publisher);
             assert!(!scratch.path.join("relative/a.sock").exists());
@@ -180,7 +167,7 @@ const FILES_BETWEEN: usize = 15_000;
 /// Has a lifeline, then many files, then the lock of a name.
 fn own_a_name_behind_many_files() {
     let (domain, device) = (domain_of_test(), Device::host());
-    let publisher = |name| Publisher::new(name, PublisherOptions::at(&domain, &device)).unwrap();
+    let publisher = |name| Publisher::new(name, domain.on(&device)).unwrap();
     let first = publisher("first");
     let mut files = Vec::new();
     while files.len() < FILES_BETWEEN
@@ -209,14 +196,14 @@ fn the_name_of_a_dead_process_is_free_although_its_exit_has_not_closed_the_lock_
         owner.hear("ready");
         let mut subscriber = Subscriber::open(
             "first",
-            SubscriberOptions::at(&scratch.domain, &device),
+            scratch.domain.on(&device),
             std::time::Duration::ZERO,
         )
         .unwrap();
         owner.process.signal(Signal::KILL).unwrap();
         let gone = subscriber.receive(&stream(), LONG).unwrap_err();
         assert!(matches!(gone, Error::PeerGone { .. }), "{gone}");
-        let next = Publisher::new("last", PublisherOptions::at(&scratch.domain, &device));
+        let next = Publisher::new("last", scratch.domain.on(&device));
         next.expect("the name is free");
         owner.kill();
     }

@@ -9,10 +9,10 @@ use super::stage::{
     Guarded, LONG, Scratch, alone, command, domain_of_test, eventually, role, stream,
 };
 use crate::origin::ProcessOrigin;
-use crate::queue::{Queue, QueueOptions, Worker, WorkerOptions};
+use crate::queue::{Queue, Worker, WorkerOptions};
 use crate::{
-    Change, Device, Domain, Error, Member, MemberOptions, Members, MembersOptions, PeerState,
-    Publisher, PublisherOptions, Subscriber, SubscriberOptions,
+    Change, Device, Domain, Error, Member, MemberOptions, Members, PeerState, Publisher,
+    PublisherOptions, Subscriber,
 };
 
 /// Runs a command as the first process of a PID namespace of its own, in a user namespace in which
@@ -173,7 +173,7 @@ fn publish() {
                 "a",
                 PublisherOptions {
                     depth: 4,
-                    ..PublisherOptions::at(&domain(), &Device::host())
+                    ..domain().on(&Device::host())
                 },
             )
             .unwrap()
@@ -195,12 +195,7 @@ fn subscribe() {
     let (mut subscriber, stream) = (None, stream());
     for order in orders() {
         let subscriber = subscriber.get_or_insert_with(|| {
-            Subscriber::open(
-                "a",
-                SubscriberOptions::at(&domain(), &Device::host()),
-                std::time::Duration::ZERO,
-            )
-            .unwrap()
+            Subscriber::open("a", domain().on(&Device::host()), std::time::Duration::ZERO).unwrap()
         });
         if order == "attach" {
             println!("outcome: {:?}", subscriber.publisher().map(|it| it.pid));
@@ -258,7 +253,7 @@ fn work() {
                 "q",
                 WorkerOptions {
                     answer_timeout: LONG,
-                    ..WorkerOptions::at(&domain(), &Device::host())
+                    ..domain().on(&Device::host())
                 },
                 std::time::Duration::ZERO,
             )
@@ -282,9 +277,8 @@ fn work() {
 fn own() {
     let (mut queue, mut jobs, stream) = (None, Vec::new(), stream());
     for order in orders() {
-        let queue = queue.get_or_insert_with(|| {
-            Queue::new("q", QueueOptions::at(&domain(), &Device::host())).unwrap()
-        });
+        let queue =
+            queue.get_or_insert_with(|| Queue::new("q", domain().on(&Device::host())).unwrap());
         match order.as_str() {
             "open" => println!("outcome: ready"),
             "submit" => {
@@ -339,19 +333,18 @@ fn join() {
     let mut held = None;
     for name in orders() {
         if name == "look" {
-            let watch = Members::new(MembersOptions::at(&domain())).unwrap();
+            let watch = Members::new(domain().options()).unwrap();
             eventually("both are seen", || watch.list().unwrap().len() == 2);
             println!("outcome: {}", seen(&watch));
             continue;
         }
-        let publisher =
-            Publisher::new(&name, PublisherOptions::at(&domain(), &Device::host())).unwrap();
+        let publisher = Publisher::new(&name, domain().on(&Device::host())).unwrap();
         held = Some((
             Member::new(
                 &name,
                 MemberOptions {
                     role: "publishes".into(),
-                    ..MemberOptions::at(&domain())
+                    ..domain().options()
                 },
             )
             .unwrap(),
@@ -401,7 +394,7 @@ fn members_and_name_holders_with_equal_pids_are_not_confused() {
                 [first.asked("one"), second.asked("two")],
                 ["ready", "ready"]
             );
-            let watch = Members::new(MembersOptions::at(&scratch.domain)).unwrap();
+            let watch = Members::new(scratch.domain.options()).unwrap();
             eventually("both are seen", || watch.list().unwrap().len() == 2);
             let right = "one: members/one one, two: members/two two";
             assert_eq!(seen(&watch), right);

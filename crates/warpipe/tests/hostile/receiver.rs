@@ -280,12 +280,8 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
         Failing::default(),
     );
     let device = crate::Device::from_backend(backend.clone());
-    let mut subscriber = crate::Subscriber::open(
-        "a",
-        crate::SubscriberOptions::at(&scratch.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let mut subscriber =
+        crate::Subscriber::open("a", scratch.domain.on(&device), Duration::ZERO).unwrap();
     let (ours, theirs) = (stream(), device.stream().unwrap());
     for round in 0..10u8 {
         let (go, wait) = mpsc::channel::<()>();
@@ -323,12 +319,8 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
                 ),
                 "{error}"
             );
-            subscriber = crate::Subscriber::open(
-                "a",
-                crate::SubscriberOptions::at(&scratch.domain, &device),
-                Duration::ZERO,
-            )
-            .unwrap();
+            subscriber =
+                crate::Subscriber::open("a", scratch.domain.on(&device), Duration::ZERO).unwrap();
             let info = publisher.subscribers();
             assert!(
                 info.iter().any(|it| it.state == PeerState::Alive),
@@ -444,7 +436,7 @@ fn a_queue_that_returns_results_that_it_did_not_set_aside_loses_its_link_and_no_
             depth: 4,
             memory_limit: 2 << 20,
             loan_timeout: Duration::from_millis(20),
-            ..PublisherOptions::at(&scratch.domain, &Device::host())
+            ..scratch.domain.on(&Device::host())
         };
         let role = PublisherRole::of(Kind::Results);
         let publisher = Publisher::with_role("a", options, role).unwrap();

@@ -22,9 +22,7 @@ use crate::pubsub::ring::SenderRing;
 use crate::shm::page::SharedPage;
 use crate::shm::segment::{Entry, Segment};
 use crate::wait::{OptionalExtension, Wait};
-use crate::{
-    Device, Error, ErrorKind, Layout, LegacyHandle, Loss, Memory, PublishOptions, Subscriber,
-};
+use crate::{Device, Error, ErrorKind, Layout, LegacyHandle, Loss, Memory, Subscriber};
 
 const REGION_BYTES: u64 = 2 << 20;
 
@@ -278,9 +276,7 @@ fn a_place_that_cannot_be_opened_costs_its_sample_alone() {
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     let (device, stream) = (Device::host(), stream());
     let memory = Memory::allocate(&device, 4096).unwrap();
-    let published = memory
-        .publish("memory", PublishOptions::at(&scratch.domain))
-        .unwrap();
+    let published = memory.publish("memory", scratch.domain.options()).unwrap();
     let plain = device.backend().allocate_plain(4096).unwrap();
     // SAFETY: freed below, behind the subscriber.
     let handle = unsafe { LegacyHandle::export(&device, plain, 1000) }.unwrap();

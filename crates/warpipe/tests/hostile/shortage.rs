@@ -14,8 +14,7 @@ use super::stage::{LONG, Scratch, eventually, hear, in_a_forked_child, packet, s
 use crate::ipc::Kind;
 use crate::ipc::message::{self, Message, Received};
 use crate::{
-    Client, ClientOptions, Device, Domain, Error, HandshakeFault, Layout, OpenOptions, Pool,
-    PoolClient, PoolOptions, Server, ServerOptions, Subscriber, SubscriberOptions,
+    Client, Device, Domain, Error, HandshakeFault, Layout, Pool, PoolClient, Server, Subscriber,
 };
 
 /// A user without other processes.
@@ -87,7 +86,7 @@ fn a_client_that_comes_while_the_server_lacks_descriptors_is_told_and_may_come_a
     for spare in 0..=4 {
         in_a_forked_child(|| {
             let scratch = Scratch::new();
-            let _pool = Pool::new("a", PoolOptions::at(&scratch.domain, &Device::host())).unwrap();
+            let _pool = Pool::new("a", scratch.domain.on(&Device::host())).unwrap();
             is_told_and_may_come_again(&scratch, &hello, spare)
         });
     }
@@ -103,10 +102,8 @@ fn a_subscriber_without_room_in_its_process_is_told_so_and_may_come_again() {
         settled_descriptors();
         // Its own descriptors, and few for the publisher, in one process.
         leave_descriptors(8);
-        let subscribe = || {
-            let options = SubscriberOptions::at(&scratch.domain, &Device::host());
-            Subscriber::open("a", options, Duration::ZERO)
-        };
+        let subscribe =
+            || Subscriber::open("a", scratch.domain.on(&Device::host()), Duration::ZERO);
         let error = subscribe().map(drop).unwrap_err();
         eprintln!("{error}");
         let is_peers = matches!(
@@ -145,13 +142,8 @@ fn outlasts_unread_answers(scratch: &Scratch) -> bool {
     assert_eq!(codes, [0; 2]);
     set_soft(Resource::Nofile, Some(256));
     let domain = Domain::at(&scratch.path).unwrap();
-    let pool = Pool::new("a", PoolOptions::at(&domain, &Device::host())).unwrap();
-    let client = PoolClient::open(
-        "a",
-        OpenOptions::at(&domain, &Device::host()),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let pool = Pool::new("a", domain.on(&Device::host())).unwrap();
+    let client = PoolClient::open("a", domain.on(&Device::host()), Duration::ZERO).unwrap();
     drop(client.allocate(1, Duration::ZERO).unwrap());
     let silent = [(); 4].map(|()| {
         let (socket, pipes) = (scratch.connection(), [(); 2].map(|()| rustix::pipe::pipe()));
@@ -236,8 +228,8 @@ fn a_server_without_a_thread_for_a_client_says_so_and_serves_it_when_there_is_on
     as_tenant(|domain| {
         let (device, soon) = (Device::host(), Duration::from_millis(50));
         let stream = device.stream().unwrap();
-        let client = Client::new("s", ClientOptions::at(domain, &device)).unwrap();
-        let mut server = Server::new("s", ServerOptions::at(domain, &device)).unwrap();
+        let client = Client::new("s", domain.on(&device)).unwrap();
+        let mut server = Server::new("s", domain.on(&device)).unwrap();
         let input = client.loan(&Layout::bytes_only(8).unwrap()).unwrap();
         let _pending = client.request(input, &stream, LONG).unwrap();
         limit_threads(true);

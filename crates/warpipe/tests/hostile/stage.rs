@@ -59,7 +59,7 @@ impl Scratch {
     ) -> Publisher {
         let options = crate::PublisherOptions {
             depth: 4,
-            ..crate::PublisherOptions::at(&self.domain, &Device::host())
+            ..self.domain.on(&Device::host())
         };
         Publisher::new("a", edit(options)).unwrap()
     }
@@ -73,7 +73,7 @@ impl Scratch {
             "a",
             SubscriberOptions {
                 handshake_timeout: Duration::from_secs(2),
-                ..SubscriberOptions::at(&self.domain, &Device::host())
+                ..self.domain.on(&Device::host())
             },
             Duration::ZERO,
         )

@@ -15,8 +15,8 @@ use super::publisher_handshake::hello;
 use super::stage::{Guarded, LONG, Scratch, command, eventually, packet, role, send_raw};
 use crate::{
     CreateOptions, Device, Domain, Error, Event, EventHandle, LimitFault, Member, MemberOptions,
-    Members, MembersOptions, Memory, OpenOptions, Pool, PoolClient, PoolOptions, PublishOptions,
-    Publisher, PublisherOptions, Quota, Semaphore, Subscriber, SubscriberOptions, Timeline,
+    Members, MembersOptions, Memory, Pool, PoolClient, PoolOptions, PublishOptions, Publisher,
+    PublisherOptions, Quota, Semaphore, Subscriber, Timeline,
 };
 
 const TENANT: u32 = 60_011;
@@ -42,36 +42,36 @@ fn endpoints(domain: &Domain, uids: &[u32]) -> Endpoints {
     let allow_uids = || uids.to_vec();
     let timeline = CreateOptions {
         allow_uids: allow_uids(),
-        ..CreateOptions::at(domain, device)
+        ..domain.on(device)
     };
     let timeline = Timeline::new("timeline", timeline).unwrap();
     timeline.signal_now(7, LONG).unwrap();
     let event = CreateOptions {
         allow_uids: allow_uids(),
-        ..CreateOptions::at(domain, device)
+        ..domain.on(device)
     };
     let event = Event::new(event).unwrap();
     event.record(&device.stream().unwrap(), LONG).unwrap();
     let publication = PublishOptions {
         allow_uids: allow_uids(),
-        ..PublishOptions::at(domain)
+        ..domain.options()
     };
     let published = memory.publish("memory", publication).unwrap();
     let publisher = PublisherOptions {
         allow_uids: allow_uids(),
-        ..PublisherOptions::at(domain, device)
+        ..domain.on(device)
     };
     let pool = PoolOptions {
         allow_uids: allow_uids(),
-        ..PoolOptions::at(domain, device)
+        ..domain.on(device)
     };
     let semaphore = CreateOptions {
         allow_uids: allow_uids(),
-        ..CreateOptions::at(domain, device)
+        ..domain.on(device)
     };
     let member = MemberOptions {
         allow_uids: allow_uids(),
-        ..MemberOptions::at(domain)
+        ..domain.options()
     };
     Endpoints {
         _publisher: Publisher::new("a", publisher).unwrap(),
@@ -128,11 +128,10 @@ fn visit() {
     let results: [(&str, crate::Result<bool>); 7] = [
         (
             "a",
-            Subscriber::open("a", SubscriberOptions::at(domain, device), Duration::ZERO)
-                .map(|_| true),
+            Subscriber::open("a", domain.on(device), Duration::ZERO).map(|_| true),
         ),
         ("pool", {
-            PoolClient::open("pool", OpenOptions::at(domain, device), Duration::ZERO)
+            PoolClient::open("pool", domain.on(device), Duration::ZERO)
                 .and_then(|pool| pool.allocate(8, Duration::ZERO))
                 .map(|block| block.bytes() == 8)
         }),
@@ -143,26 +142,26 @@ fn visit() {
                 .map(|memory| memory.bytes() == 8),
         ),
         ("timeline", {
-            Timeline::open("timeline", OpenOptions::at(domain, device), Duration::ZERO)
+            Timeline::open("timeline", domain.on(device), Duration::ZERO)
                 .and_then(|it| it.wait_host(7, LONG))
                 .map(|()| true)
         }),
         ("semaphore", {
-            Semaphore::open("semaphore", OpenOptions::at(domain, device), Duration::ZERO)
+            Semaphore::open("semaphore", domain.on(device), Duration::ZERO)
                 .and_then(|it| it.acquire_host(LONG))
                 .map(|_| true)
         }),
         ("members/it", {
             let options = MembersOptions {
                 keep_files: true,
-                ..MembersOptions::at(domain)
+                ..domain.options()
             };
             let watch = Members::new(options);
             watch.and_then(|watch| sees_a_member(&watch))
         }),
         (
             "event",
-            Event::open_in(domain, &event, device, Duration::ZERO)
+            Event::open(&event, domain.on(device), Duration::ZERO)
                 .and_then(|event| event.synchronize(LONG))
                 .map(|()| true),
         ),
@@ -338,18 +337,14 @@ fn pool_of_one_block(scratch: &Scratch) -> Pool {
         PoolOptions {
             allow_uids: vec![TENANT],
             user_quota: quota,
-            ..PoolOptions::at(&scratch.domain, &Device::host())
+            ..scratch.domain.on(&Device::host())
         },
     )
     .unwrap()
 }
 
 fn open_pool(domain: &Domain) -> crate::Result<PoolClient> {
-    PoolClient::open(
-        "pool",
-        OpenOptions::at(domain, &Device::host()),
-        Duration::ZERO,
-    )
+    PoolClient::open("pool", domain.on(&Device::host()), Duration::ZERO)
 }
 
 #[test]
@@ -415,7 +410,7 @@ fn a_group_admits_processes_with_it_as_their_effective_group_and_no_supplementar
     };
     let options = PoolOptions {
         allow_gids: vec![FLOODER],
-        ..PoolOptions::at(&scratch.domain, &Device::host())
+        ..scratch.domain.on(&Device::host())
     };
     let _pool = Pool::new("pool", options).unwrap();
     for (role, outcome) in [("effective", "admitted"), ("supplementary", "denied")] {
@@ -477,7 +472,7 @@ fn root_is_a_user_like_others_to_an_endpoint_of_another_user() {
             bytes: 0,
             ..Quota::default()
         };
-        let options = || PoolOptions::at(&domain, &Device::host());
+        let options = || domain.on(&Device::host());
         let admits = PoolOptions {
             allow_uids: vec![0],
             user_quota: quota,
@@ -500,12 +495,7 @@ fn root_is_a_user_like_others_to_an_endpoint_of_another_user() {
     command.stdin(Stdio::piped());
     let _owner = start(command, "ready");
     let domain = Domain::of_user(own, TENANT).unwrap();
-    let closed = PoolClient::open(
-        "closed",
-        OpenOptions::at(&domain, &Device::host()),
-        Duration::ZERO,
-    )
-    .map(drop);
+    let closed = PoolClient::open("closed", domain.on(&Device::host()), Duration::ZERO).map(drop);
     assert!(
         matches!(closed, Err(Error::Refused { denied: true, .. })),
         "{closed:?}"

@@ -14,7 +14,7 @@ use super::stage::{
     role, stream,
 };
 use crate::weights::KeeperOptions;
-use crate::{Device, Domain, Error, OpenOptions, PublisherOptions, Subscriber, SubscriberOptions};
+use crate::{Device, Domain, Error, PublisherOptions, Subscriber};
 
 const NOBODY: u32 = 65534;
 
@@ -44,11 +44,7 @@ fn other_user() {
         };
         return println!("outcome: {:?}", super::stage::hear(socket));
     }
-    match Subscriber::open(
-        "a",
-        SubscriberOptions::at(&domain, &Device::host()),
-        Duration::ZERO,
-    ) {
+    match Subscriber::open("a", domain.on(&Device::host()), Duration::ZERO) {
         Ok(mut subscriber) => {
             println!("attached");
             let bytes = subscriber
@@ -185,7 +181,7 @@ fn a_user_that_the_namespace_does_not_map_cannot_be_admitted() {
             let options = crate::PublisherOptions {
                 allow_uids: vec![NOBODY],
                 allow_gids: vec![NOBODY],
-                ..crate::PublisherOptions::at(&domain, &Device::host())
+                ..domain.on(&Device::host())
             };
             let _publisher = crate::Publisher::new("a", options).unwrap();
             let of_nobody = Domain::of_user("/", NOBODY).unwrap_err().to_string();
@@ -253,7 +249,7 @@ fn another_users_living_endpoint_is_not_shown_as_stale() {
     }
     let scratch = Scratch::new();
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
-    let options = || crate::PublisherOptions::at(&scratch.domain, &Device::host());
+    let options = || scratch.domain.on(&Device::host());
     let _open = crate::Publisher::new(
         "a",
         crate::PublisherOptions {
@@ -348,7 +344,7 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
             println!("outcome: {}", next_order().is_some());
             let options = crate::PoolOptions {
                 allow_uids: vec![NOBODY],
-                ..crate::PoolOptions::at(&domain, &Device::host())
+                ..domain.on(&Device::host())
             };
             let _pool = crate::Pool::new("pool", options).unwrap();
             // Last: the other user waits for it alone.
@@ -357,7 +353,7 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
                 crate::PublisherOptions {
                     history: 1,
                     allow_uids: vec![NOBODY],
-                    ..crate::PublisherOptions::at(&domain, &Device::host())
+                    ..domain.on(&Device::host())
                 },
             )
             .unwrap();
@@ -374,17 +370,11 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
                 Err(error) => return println!("outcome: {error}; {}", error.hint().unwrap()),
             };
             println!("outcome: waiting");
-            let mut subscriber =
-                Subscriber::open("a", SubscriberOptions::at(&domain, &Device::host()), LONG)
-                    .unwrap();
+            let mut subscriber = Subscriber::open("a", domain.on(&Device::host()), LONG).unwrap();
             let sample = subscriber.receive(&stream(), LONG).unwrap();
             let text = String::from_utf8(sample.to_vec(LONG).unwrap());
-            let pool = crate::PoolClient::open(
-                "pool",
-                crate::OpenOptions::at(&domain, &Device::host()),
-                Duration::ZERO,
-            )
-            .map(drop);
+            let pool = crate::PoolClient::open("pool", domain.on(&Device::host()), Duration::ZERO)
+                .map(drop);
             let listed = domain.endpoints().unwrap_err();
             let is_denied = matches!(listed, Error::Refused { denied: true, .. });
             println!("outcome: {text:?} {pool:?} {is_denied}");
@@ -433,17 +423,17 @@ fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
     use crate::weights::{Keeper, SharedWeights};
     let test = "users_that_a_keeper_admits_open_its_weights_and_do_nothing_else";
     let device = Device::host();
-    let open = |domain: &Domain| SharedWeights::open("w", OpenOptions::at(domain, &device), LONG);
+    let open = |domain: &Domain| SharedWeights::open("w", domain.on(&device), LONG);
     match role().as_deref() {
         Some("owner") => {
             become_user(OTHER_USER);
             let domain = domain_of_test();
-            let closed = Keeper::new("w", KeeperOptions::at(&domain)).unwrap();
+            let closed = Keeper::new("w", domain.options()).unwrap();
             println!("outcome: {}", next_order().is_some());
             drop(closed);
             let options = KeeperOptions {
                 allow_uids: vec![NOBODY],
-                ..KeeperOptions::at(&domain)
+                ..domain.options()
             };
             let _keeper = Keeper::new("w", options).unwrap();
             some_weights(&device).publish(&domain, "w", LONG).unwrap();
@@ -456,9 +446,7 @@ fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
             become_user(NOBODY);
             let path = std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
             let domain = Domain::of_user(path, OTHER_USER).unwrap();
-            let refused =
-                SharedWeights::open("w", OpenOptions::at(&domain, &device), Duration::ZERO)
-                    .unwrap_err();
+            let refused = SharedWeights::open("w", domain.on(&device), Duration::ZERO).unwrap_err();
             println!("outcome: {refused}; {}", refused.hint().unwrap());
             next_order();
             let weights = open(&domain).unwrap();
@@ -534,19 +522,11 @@ fn a_user_with_too_many_descriptors_in_flight_gets_a_limit_error() {
         let answer = unsafe { [libc::setgid(OTHER_USER), libc::setuid(OTHER_USER)] };
         assert_eq!(answer, [0, 0]);
         let domain = domain_of_test();
-        let publisher =
-            crate::Publisher::new("a", crate::PublisherOptions::at(&domain, &Device::host()))
-                .unwrap();
+        let publisher = crate::Publisher::new("a", domain.on(&Device::host())).unwrap();
         let Some(held) = fill_what_is_in_flight() else {
             return println!("outcome: no limit");
         };
-        let subscribe = || {
-            Subscriber::open(
-                "a",
-                SubscriberOptions::at(&domain, &Device::host()),
-                Duration::ZERO,
-            )
-        };
+        let subscribe = || Subscriber::open("a", domain.on(&Device::host()), Duration::ZERO);
         let error = subscribe().map(drop).unwrap_err();
         assert!(
             error.is_descriptor_limit() && error.to_string().contains("(soft limit 64)"),

@@ -14,12 +14,10 @@ use super::stage::{
 };
 use crate::statistics::{Observer, Role};
 use crate::wait::OptionalExtension;
-use crate::{
-    Device, Domain, Error, NameFault, Publisher, PublisherOptions, Subscriber, SubscriberOptions,
-};
+use crate::{Device, Domain, Error, NameFault, Publisher, Subscriber, SubscriberOptions};
 
 fn build(domain: &Domain) -> crate::Result<Publisher> {
-    Publisher::new("a", PublisherOptions::at(domain, &Device::host()))
+    Publisher::new("a", domain.on(&Device::host()))
 }
 
 fn remove(folder: &Path, files: &[&str]) {
@@ -130,8 +128,7 @@ fn an_owner_appears_in_a_domain_that_was_removed_and_made_again() {
     let publisher = scratch.publisher(|it| it);
     fs::remove_dir_all(&scratch.path).unwrap();
     let domain = Domain::at(&scratch.path).unwrap();
-    let mut subscriber =
-        Subscriber::open("a", SubscriberOptions::at(&domain, &Device::host()), LONG).unwrap();
+    let mut subscriber = Subscriber::open("a", domain.on(&Device::host()), LONG).unwrap();
     publisher.send_bytes(&stream(), b"here").unwrap();
     let sample = subscriber.receive(&stream(), LONG).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), b"here");
@@ -160,7 +157,7 @@ fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_pl
             build(&Domain::at(&folder).unwrap()).unwrap()
         };
         let first = make_again();
-        let options = || SubscriberOptions::at(&before, &Device::host());
+        let options = || before.on(&Device::host());
         let follows = SubscriberOptions {
             reconnect: true,
             ..options()

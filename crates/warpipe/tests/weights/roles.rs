@@ -2,10 +2,8 @@
 //! **This module is marked for unsafe**: it publishes tensors by address.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use warpipe::weights::{
-    Keeper, KeeperOptions, PublishedWeights, SharedWeights, TensorsInPlace, Weights,
-};
-use warpipe::{DType, Device, Domain, Error, Layout, Memory, OpenOptions};
+use warpipe::weights::{Keeper, PublishedWeights, SharedWeights, TensorsInPlace, Weights};
+use warpipe::{DType, Device, Domain, Error, Layout, Memory};
 
 use super::{REPLY, TENSOR_BYTES, TENSORS, WAIT, descriptors, publish};
 
@@ -15,7 +13,7 @@ fn say(text: impl std::fmt::Display) {
 
 /// Keeps the name, and replies with its version.
 pub fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let keeper = Keeper::new("w", KeeperOptions::at(domain)).unwrap();
+    let keeper = Keeper::new("w", domain.options()).unwrap();
     let candidate = keeper.state().unwrap().candidate;
     say(format_args!(
         "candidate {candidate:?} unanswered {}",
@@ -32,14 +30,14 @@ pub fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
 /// Builds a keeper again and again, each time with room for one more descriptor.
 pub fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
     // What a process opens once.
-    let other = Keeper::new("other", KeeperOptions::at(domain)).unwrap();
+    let other = Keeper::new("other", domain.options()).unwrap();
     drop(other);
     let whole = getrlimit(Resource::Nofile);
     let used = descriptors("self").len() as u64 - 1;
     for (room, _) in (0..).zip(commands) {
         let current = Some(used + room);
         setrlimit(Resource::Nofile, Rlimit { current, ..whole }).unwrap();
-        let built = Keeper::new("w", KeeperOptions::at(domain));
+        let built = Keeper::new("w", domain.options());
         setrlimit(Resource::Nofile, whole).unwrap();
         match built {
             Ok(keeper) => say(format_args!(
@@ -54,8 +52,7 @@ pub fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
 
 /// Opens the version that is offered, and newer ones on command.
 pub fn worker(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let mut weights =
-        SharedWeights::open("w", OpenOptions::at(domain, &Device::host()), WAIT).unwrap();
+    let mut weights = SharedWeights::open("w", domain.on(&Device::host()), WAIT).unwrap();
     say_version(&weights);
     for command in commands {
         match command.split_once(' ') {
@@ -101,7 +98,7 @@ fn leave_room(count: u64) {
 
 /// Keeps the name with room for few pieces.
 pub fn narrow_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let keeper = Keeper::new("w", KeeperOptions::at(domain)).unwrap();
+    let keeper = Keeper::new("w", domain.options()).unwrap();
     leave_room(150);
     say("ready");
     for _ in commands {
@@ -116,7 +113,7 @@ pub fn narrow_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
 pub fn narrow_worker(domain: &Domain, commands: impl Iterator<Item = String>) {
     leave_room(150);
     for _ in commands {
-        match SharedWeights::open("w", OpenOptions::at(domain, &Device::host()), WAIT) {
+        match SharedWeights::open("w", domain.on(&Device::host()), WAIT) {
             Ok(weights) => say(format_args!("version {}", weights.info().version)),
             Err(error) if error.is_descriptor_limit() => say(format_args!("limit: {error}")),
             Err(error) => say(error),

@@ -6,9 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::testing::{Hook, Wrapped};
-use warpipe::{
-    CreateOptions, Device, Error, Event, Loss, OpenOptions, Pool, PoolClient, PoolOptions,
-};
+use warpipe::{Device, Error, Event, Loss, Pool, PoolClient, PoolOptions};
 use warpipe_testkit::eventually;
 
 use super::{exporter, parse, share};
@@ -28,7 +26,11 @@ pub(super) fn killed_exporter(context: &Context) -> Result<()> {
         let mut victim = context.peer()?;
         let text = victim.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
         let (event, mut witness) = (
-            Event::open(&parse(&text)?, &context.device, Duration::ZERO)?,
+            Event::open(
+                &parse(&text)?,
+                context.domain.on(&context.device),
+                Duration::ZERO,
+            )?,
             context.peer()?,
         );
         witness.signals(SignalOrder::OpenEvent(text))?;
@@ -74,7 +76,7 @@ pub(super) fn killed_exporter(context: &Context) -> Result<()> {
 }
 
 pub(super) fn killed_importer(context: &Context) -> Result<()> {
-    let event = Event::new(CreateOptions::at(&context.domain, &context.device))?;
+    let event = Event::new(context.domain.on(&context.device))?;
     let text = event.handle()?.to_string();
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
     let memory = share(context, &mut [&mut victim])?;
@@ -144,15 +146,11 @@ pub(super) fn blocked_control_thread(context: &Context) -> Result<()> {
     let (gate, slow) = (backend.hook(), Device::from_backend(backend.clone()));
     let options = PoolOptions {
         memory_limit: 2 << 20,
-        ..PoolOptions::at(&context.domain, &slow)
+        ..context.domain.on(&slow)
     };
     let pool = Pool::new("pool", options)?;
-    let client = PoolClient::open(
-        "pool",
-        OpenOptions::at(&context.domain, &context.device),
-        Duration::ZERO,
-    )?;
-    let event = Event::new(CreateOptions::at(&context.domain, &context.device))?;
+    let client = PoolClient::open("pool", context.domain.on(&context.device), Duration::ZERO)?;
+    let event = Event::new(context.domain.on(&context.device))?;
     let mut victim = context.peer()?;
     let _memory = share(context, &mut [&mut victim])?;
     victim.signals(SignalOrder::OpenEvent(event.handle()?.to_string()))?;
@@ -193,10 +191,7 @@ pub(super) fn killed_anywhere(context: &Context) -> Result<()> {
         let (mut peer, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
         // The event's creator decides which side releases the waiters: its process or each waiter.
         let own = if round % 2 == 0 {
-            Some(Event::new(CreateOptions::at(
-                &context.domain,
-                &context.device,
-            ))?)
+            Some(Event::new(context.domain.on(&context.device))?)
         } else {
             None
         };
@@ -204,7 +199,11 @@ pub(super) fn killed_anywhere(context: &Context) -> Result<()> {
             Some(event) => event.handle()?.to_string(),
             None => peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?,
         };
-        let event = Event::open(&parse(&text)?, &context.device, Duration::ZERO)?;
+        let event = Event::open(
+            &parse(&text)?,
+            context.domain.on(&context.device),
+            Duration::ZERO,
+        )?;
         if own.is_some() {
             peer.signals(SignalOrder::OpenEvent(text.clone()))?;
         }

@@ -4,10 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::*;
-use crate::{
-    Device, Domain, Memory, PublishOptions, Publisher, PublisherOptions, Sample, Stream,
-    Subscriber, SubscriberOptions,
-};
+use crate::{Device, Domain, Memory, Publisher, PublisherOptions, Sample, Stream, Subscriber};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -34,18 +31,13 @@ impl Scene {
     fn publisher(&self, history: u32) -> Publisher {
         let options = PublisherOptions {
             history,
-            ..PublisherOptions::at(&self.domain, &self.device)
+            ..self.domain.on(&self.device)
         };
         Publisher::new("a", options).unwrap()
     }
 
     fn subscriber(&self) -> Subscriber {
-        Subscriber::open(
-            "a",
-            SubscriberOptions::at(&self.domain, &self.device),
-            Duration::ZERO,
-        )
-        .unwrap()
+        Subscriber::open("a", self.domain.on(&self.device), Duration::ZERO).unwrap()
     }
 
     fn receive(&self, subscriber: &mut Subscriber) -> Sample {
@@ -171,9 +163,7 @@ fn parts_in_place_lie_beside_those_in_the_slot_and_keep_their_owners() {
     let memories = ["first", "second"].map(|name| {
         let memory = Memory::allocate(&scene.device, 4096).unwrap();
         memory.write(&scene.stream, 512, name.as_bytes()).unwrap();
-        memory
-            .publish(name, PublishOptions::at(&scene.domain))
-            .unwrap()
+        memory.publish(name, scene.domain.options()).unwrap()
     });
     let mut loan = publisher.loan_parts(&[("copied", plain(&[3]))]).unwrap();
     let owner = std::sync::Arc::new(());

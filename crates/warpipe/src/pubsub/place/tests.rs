@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use super::Place;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::{
-    DType, Device, Domain, Error, Layout, Memory, Policy, PublishOptions, Published, Publisher,
-    PublisherOptions, Sample, Stream, Subscriber, SubscriberOptions,
+    DType, Device, Domain, Error, Layout, Memory, Policy, Published, Publisher, PublisherOptions,
+    Sample, Stream, Subscriber,
 };
 
 const SOON: Duration = Duration::from_secs(20);
@@ -33,9 +33,7 @@ impl Scene {
         memory.write(&stream, OFFSET, &[1, 2, 3, 4, 5, 6]).unwrap();
         stream.synchronize(SOON).unwrap();
         Scene {
-            published: memory
-                .publish("memory", PublishOptions::at(&domain))
-                .unwrap(),
+            published: memory.publish("memory", domain.options()).unwrap(),
             folder,
             domain,
             device,
@@ -44,16 +42,11 @@ impl Scene {
     }
 
     fn options(&self) -> PublisherOptions {
-        PublisherOptions::at(&self.domain, &self.device)
+        self.domain.on(&self.device)
     }
 
     fn subscriber(&self) -> Subscriber {
-        Subscriber::open(
-            "a",
-            SubscriberOptions::at(&self.domain, &self.device),
-            Duration::ZERO,
-        )
-        .unwrap()
+        Subscriber::open("a", self.domain.on(&self.device), Duration::ZERO).unwrap()
     }
 
     /// Sends the tensor where it lies. Returns its owner, which the publisher has, too.

@@ -24,19 +24,17 @@ impl Publisher {
     /// ```
     /// # use std::time::Duration;
     /// # use warpipe::{
-    /// #     DType, Device, Domain, Layout, Memory, PublishOptions, Publisher, PublisherOptions,
-    /// #     Subscriber, SubscriberOptions,
+    /// #     DType, Device, Domain, Layout, Memory, Publisher,     /// #     Subscriber, SubscriberOptions,
     /// # };
     /// # let folder = std::env::temp_dir().join(format!("warpipe-loan-in-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// # let (stream, wait) = (device.stream()?, Duration::from_secs(5));
-    /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-    /// let options = SubscriberOptions::at(&domain, &device);
-    /// let mut subscriber = Subscriber::open("a", options, Duration::ZERO)?;
+    /// let publisher = Publisher::new("a", domain.on(&device))?;
+    /// let mut subscriber = Subscriber::open("a", domain.on(&device), Duration::ZERO)?;
     ///
     /// let memory = Memory::allocate(&device, 4096)?;
     /// memory.write(&stream, 512, &[1, 2, 3, 4, 5, 6])?; // or a kernel of yours
-    /// let published = memory.publish("a/memory", PublishOptions::at(&domain))?;
+    /// let published = memory.publish("a/memory", domain.options())?;
     /// let layout = Layout::contiguous(DType::U8, &[2, 3])?;
     /// publisher.loan_in(&published, 512, &layout, memory)?.send(&stream)?;
     ///

@@ -69,10 +69,10 @@ impl SampleMut {
     /// alive that the payload refers to.
     ///
     /// ```
-    /// # use warpipe::{Device, Domain, Publisher, PublisherOptions};
+    /// # use warpipe::{Device, Domain, Publisher};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-returned-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
+    /// let publisher = Publisher::new("a", domain.on(&device))?;
     /// let loan = publisher.loan(&warpipe::Layout::bytes_only(8)?)?;
     /// let returned = loan.returned();
     /// assert!(!returned.is_back()?);

@@ -19,15 +19,14 @@ impl Publisher {
     /// ```
     /// # use std::time::Duration;
     /// # use warpipe::{
-    /// #     DType, Device, Domain, Layout, Publisher, PublisherOptions, Subscriber,
+    /// #     DType, Device, Domain, Layout, Publisher, Subscriber,
     /// #     SubscriberOptions,
     /// # };
     /// # let folder = std::env::temp_dir().join(format!("warpipe-parts-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// # let (stream, wait) = (device.stream()?, Duration::from_secs(5));
-    /// let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device))?;
-    /// let options = SubscriberOptions::at(&domain, &device);
-    /// let mut subscriber = Subscriber::open("a", options, Duration::ZERO)?;
+    /// let publisher = Publisher::new("a", domain.on(&device))?;
+    /// let mut subscriber = Subscriber::open("a", domain.on(&device), Duration::ZERO)?;
     ///
     /// let image = Layout::contiguous(DType::U8, &[2, 3])?;
     /// let depth = Layout::contiguous(DType::F32, &[2])?;
@@ -56,6 +55,7 @@ impl Publisher {
     ///
     /// # Errors
     /// As [`loan_parts`](Self::loan_parts).
+    #[doc(hidden)] // For the Python package.
     pub fn loan_parts_within<'w>(
         &self,
         parts: &[(&str, Layout)],

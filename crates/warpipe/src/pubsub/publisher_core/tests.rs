@@ -31,9 +31,7 @@ use crate::runtime::reactor::{Next, Reactor};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
-use crate::{
-    PeerState, Policy, Publisher, PublisherOptions, Subscriber, SubscriberInfo, SubscriberOptions,
-};
+use crate::{PeerState, Policy, Publisher, PublisherOptions, Subscriber, SubscriberInfo};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -64,7 +62,7 @@ impl Stage {
     }
 
     fn options(&self) -> PublisherOptions {
-        PublisherOptions::at(&self.domain, &self.device)
+        self.domain.on(&self.device)
     }
 
     fn publisher(&self) -> Publisher {
@@ -77,8 +75,7 @@ impl Stage {
     }
 
     fn subscriber_to(&self, role: (Kind, bool)) -> Subscriber {
-        let options = SubscriberOptions::at(&self.domain, &Device::host());
-        Subscriber::to_kind("a", options, role, Duration::ZERO).unwrap()
+        Subscriber::to_kind("a", self.domain.on(&Device::host()), role, Duration::ZERO).unwrap()
     }
 
     fn stream(&self) -> Stream {
@@ -376,7 +373,7 @@ fn memory_outlives_the_work_of_a_hold_that_is_dropped_between_the_last_fence_and
         };
         let folder = std::env::temp_dir().join(format!("warpipe-held-{}", std::process::id()));
         let domain = Domain::at(&folder).unwrap();
-        let publisher = Publisher::new("a", PublisherOptions::at(&domain, &device)).unwrap();
+        let publisher = Publisher::new("a", domain.on(&device)).unwrap();
         let (stream, mut loan) = (device.stream().unwrap(), publisher.loan(&layout()).unwrap());
         loan.write(&stream, &[1; 8]).unwrap();
         let hold = loan.hold();
@@ -880,7 +877,7 @@ fn duplex(
     observer: &Arc<SubscriberChanges>,
 ) -> (Publisher, Subscriber, Publisher, LinkReceiver) {
     const DEPTH: u32 = 2;
-    let on_host = || PublisherOptions::at(&stage.domain, &Device::host());
+    let on_host = || stage.domain.on(&Device::host());
     let publisher = Publisher::with_role("a", on_host(), observed(observer, DEPTH)).unwrap();
     let subscriber = stage.subscriber_to((Kind::Publisher, true));
     // The memory of these samples is announced before there is a reader of the socket.
@@ -1042,8 +1039,12 @@ fn a_wrong_return_ends_both_rings() {
 fn a_link_with_replies_that_is_refused_keeps_no_place() {
     let stage = Stage::new("refused");
     let observer = Arc::new(SubscriberChanges::new().unwrap());
-    let options = PublisherOptions::at(&stage.domain, &Device::host());
-    let publisher = Publisher::with_role("a", options, observed(&observer, 2)).unwrap();
+    let publisher = Publisher::with_role(
+        "a",
+        stage.domain.on(&Device::host()),
+        observed(&observer, 2),
+    )
+    .unwrap();
     let flags = SocketFlags::CLOEXEC;
     let socket =
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();

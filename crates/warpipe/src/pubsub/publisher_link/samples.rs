@@ -217,7 +217,6 @@ mod tests {
     use crate::ipc::domain::Domain;
     use crate::pubsub::{
         Policy, Publisher, PublisherOptions, PublisherRole, RawSample, Reply, Subscriber,
-        SubscriberOptions,
     };
     use crate::stream::Stream;
     use crate::tensor::Layout;
@@ -240,11 +239,11 @@ mod tests {
             let publishing = PublisherOptions {
                 depth: DEPTH,
                 policy: Policy::Fail,
-                ..PublisherOptions::at(&domain, &device)
+                ..domain.on(&device)
             };
             let publisher = Publisher::with_role("a", publishing, PublisherRole::of(kind)).unwrap();
-            let options = SubscriberOptions::at(&domain, &device);
-            let subscriber = Subscriber::to_kind("a", options, (kind, false), Duration::ZERO);
+            let subscriber =
+                Subscriber::to_kind("a", domain.on(&device), (kind, false), Duration::ZERO);
             Scene {
                 publisher,
                 subscriber: subscriber.unwrap(),

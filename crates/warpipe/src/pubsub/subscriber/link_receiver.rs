@@ -534,7 +534,7 @@ mod tests {
 
     use super::*;
     use crate::device::Device;
-    use crate::pubsub::{Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+    use crate::pubsub::{Publisher, Subscriber};
     use crate::runtime::heartbeat::Uptime;
     use crate::tensor::Layout;
 
@@ -545,13 +545,8 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("warpipe-arrival-{}", std::process::id()));
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
         let stream = device.stream().unwrap();
-        let publisher = Publisher::new("grows", PublisherOptions::at(&domain, &device)).unwrap();
-        let mut subscriber = Subscriber::open(
-            "grows",
-            SubscriberOptions::at(&domain, &device),
-            Duration::ZERO,
-        )
-        .unwrap();
+        let publisher = Publisher::new("grows", domain.on(&device)).unwrap();
+        let mut subscriber = Subscriber::open("grows", domain.on(&device), Duration::ZERO).unwrap();
         publisher
             .loan(&Layout::bytes_only(8).unwrap())
             .unwrap()
@@ -575,13 +570,8 @@ mod tests {
     fn a_region_is_not_late_while_this_process_stands_still() {
         let folder = std::env::temp_dir().join(format!("warpipe-late-{}", std::process::id()));
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
-        let _publisher = Publisher::new("late", PublisherOptions::at(&domain, &device)).unwrap();
-        let mut subscriber = Subscriber::open(
-            "late",
-            SubscriberOptions::at(&domain, &device),
-            Duration::ZERO,
-        )
-        .unwrap();
+        let _publisher = Publisher::new("late", domain.on(&device)).unwrap();
+        let mut subscriber = Subscriber::open("late", domain.on(&device), Duration::ZERO).unwrap();
         let attached = subscriber.attached.as_mut().unwrap();
         let (_, clock) = attached.region_missing.insert((Some(7), Uptime::default()));
         clock.freeze(Duration::from_secs(60));

@@ -6,6 +6,7 @@ use crate::device::Device;
 use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::domain::Domain;
 use crate::ipc::peer::ORPHAN_TIMEOUT;
+use crate::options::in_domain;
 use crate::runtime::spin::SPIN;
 
 /// The options of a [`Subscriber`](crate::Subscriber).
@@ -36,6 +37,8 @@ pub struct SubscriberOptions {
     pub orphan_timeout: Duration,
 }
 
+in_domain!(SubscriberOptions, device);
+
 impl Default for SubscriberOptions {
     fn default() -> SubscriberOptions {
         SubscriberOptions {
@@ -45,17 +48,6 @@ impl Default for SubscriberOptions {
             spin: SPIN,
             handshake_timeout: HANDSHAKE_TIMEOUT,
             orphan_timeout: ORPHAN_TIMEOUT,
-        }
-    }
-}
-
-impl SubscriberOptions {
-    /// The defaults, in this domain and on this device.
-    pub fn at(domain: &Domain, device: &Device) -> SubscriberOptions {
-        SubscriberOptions {
-            domain: Some(domain.clone()),
-            device: Some(device.clone()),
-            ..SubscriberOptions::default()
         }
     }
 }

@@ -49,8 +49,7 @@ impl Place {
     /// A publisher that has allocated its memory already, because the announcement of a region
     /// rings, too.
     fn publisher(&self) -> Publisher {
-        let publisher =
-            Publisher::new("camera", PublisherOptions::at(&self.domain, &self.device)).unwrap();
+        let publisher = Publisher::new("camera", self.domain.on(&self.device)).unwrap();
         drop(publisher.loan(&Layout::bytes_only(8).unwrap()).unwrap());
         publisher
     }
@@ -60,7 +59,7 @@ impl Place {
             "camera",
             SubscriberOptions {
                 reconnect: true,
-                ..SubscriberOptions::at(&self.domain, &self.device)
+                ..self.domain.on(&self.device)
             },
             Duration::ZERO,
         )
@@ -197,7 +196,7 @@ fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
     let options = SubscriberOptions {
         reconnect: true,
         handshake_timeout: Duration::from_secs(3600),
-        ..SubscriberOptions::at(&place.domain, &place.device)
+        ..place.domain.on(&place.device)
     };
     let mut subscriber = Subscriber::open("camera", options, Duration::ZERO).unwrap();
     drop(first);
@@ -241,7 +240,7 @@ fn a_subscriber_that_is_dropped_hangs_up_on_a_publisher_that_has_not_answered() 
         SubscriberOptions {
             reconnect: true,
             handshake_timeout: Duration::from_secs(3600),
-            ..SubscriberOptions::at(&place.domain, &place.device)
+            ..place.domain.on(&place.device)
         },
         Duration::ZERO,
     )
@@ -280,7 +279,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
     let first = place.publisher();
     let brief = || SubscriberOptions {
         handshake_timeout: Duration::from_millis(1),
-        ..SubscriberOptions::at(&place.domain, &place.device)
+        ..place.domain.on(&place.device)
     };
     let patient = SubscriberOptions {
         handshake_timeout: LONG,
@@ -371,7 +370,7 @@ fn a_subscriber_that_attaches_again_to_its_publisher_is_told_how_many_it_has_mis
         "camera",
         PublisherOptions {
             history: 2,
-            ..PublisherOptions::at(&place.domain, &place.device)
+            ..place.domain.on(&place.device)
         },
     )
     .unwrap();
@@ -416,7 +415,7 @@ fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twic
             PublisherOptions {
                 history: 4,
                 forwards: Some([source; 16]),
-                ..PublisherOptions::at(&place.domain, &place.device)
+                ..place.domain.on(&place.device)
             },
         )
         .unwrap()
@@ -487,7 +486,7 @@ fn numbers_that_stay_below_those_received_before_are_received_again_after_the_lo
             PublisherOptions {
                 policy: Policy::Block { timeout: LONG },
                 forwards: Some([1; 16]),
-                ..PublisherOptions::at(&place.domain, &place.device)
+                ..place.domain.on(&place.device)
             },
         )
         .unwrap()
@@ -533,15 +532,11 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
     let refusing = Device::from_backend(failing.clone());
     let options = PublisherOptions {
         depth: 1,
-        ..PublisherOptions::at(&place.domain, &refusing)
+        ..place.domain.on(&refusing)
     };
     let publisher = Publisher::new("camera", options).unwrap();
-    let mut subscriber = Subscriber::open(
-        "camera",
-        SubscriberOptions::at(&place.domain, &place.device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let mut subscriber =
+        Subscriber::open("camera", place.domain.on(&place.device), Duration::ZERO).unwrap();
     let (sending, receiving) = (refusing.stream().unwrap(), place.device.stream().unwrap());
     let mut send = |is_refused: bool| {
         if is_refused {
@@ -611,13 +606,8 @@ fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance()
     let name = "a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance";
     alone(module_path!(), name, || {
         let place = Place::new("at-once");
-        let waits = |wait: Wait<'_>| {
-            Subscriber::open(
-                "camera",
-                SubscriberOptions::at(&place.domain, &place.device),
-                wait,
-            )
-        };
+        let waits =
+            |wait: Wait<'_>| Subscriber::open("camera", place.domain.on(&place.device), wait);
         let publisher = place.publisher();
         let before = MADE.load(Ordering::SeqCst);
         drop(waits(LONG.into()).unwrap());
@@ -639,7 +629,7 @@ fn a_receive_that_polls_for_long_is_cancelled_meanwhile() {
             "camera",
             SubscriberOptions {
                 spin: Duration::MAX,
-                ..SubscriberOptions::at(&place.domain, &place.device)
+                ..place.domain.on(&place.device)
             },
             Duration::ZERO,
         )
@@ -659,12 +649,8 @@ fn a_receive_ends_in_time_while_the_driver_holds_up_the_mapping_of_a_region() {
     let holding = Wrapped::new(place.device.backend().clone(), Holding::default());
     let device = Device::from_backend(holding.clone());
     let publisher = place.publisher();
-    let mut subscriber = Subscriber::open(
-        "camera",
-        SubscriberOptions::at(&place.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let mut subscriber =
+        Subscriber::open("camera", place.domain.on(&device), Duration::ZERO).unwrap();
     let stream = device.stream().unwrap();
     holding.hook().hold("import");
     let mut loan = publisher

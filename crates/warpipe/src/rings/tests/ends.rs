@@ -11,7 +11,6 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use warpipe_testkit::eventually;
 
 use super::{LIMIT, Place, side};
-use crate::OpenOptions;
 use crate::backend::testing::{Counting, Holding, Hook, Wrapped};
 use crate::backend::{DeviceId, DeviceKind};
 use crate::device::Device;
@@ -290,8 +289,7 @@ fn an_opener_that_waits_goes_on_with_the_next_producer_when_one_closes_during_th
     // The consumer has its answer by then, and has not brought its words.
     driver.hook().hold("import");
     thread::scope(|scope| {
-        let opening = scope
-            .spawn(|| KernelRing::open("ring", OpenOptions::at(&place.domain, &device), LIMIT));
+        let opening = scope.spawn(|| KernelRing::open("ring", place.domain.on(&device), LIMIT));
         driver.hook().wait_for(1);
         drop(first);
         let next = KernelRing::new("ring", place.options()).unwrap();

@@ -51,6 +51,7 @@ impl Server {
 impl Server {
     /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a request aside for
     /// an event loop.
+    #[doc(hidden)] // For the Python package.
     pub fn ring(&self) {
         self.doorbell.ring();
     }
@@ -64,11 +65,11 @@ impl AsFd for Server {
     ///
     /// ```
     /// # use std::time::Duration;
-    /// # use warpipe::{Client, ClientOptions, Device, Domain, Layout, Server, ServerOptions};
+    /// # use warpipe::{Client, Device, Domain, Layout, Server};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-polled-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// # let (stream, soon) = (device.stream()?, Duration::from_secs(10));
-    /// # let client = Client::new("embed", ClientOptions::at(&domain, &device))?;
+    /// # let client = Client::new("embed", domain.on(&device))?;
     /// # let mut input = client.loan(&Layout::bytes_only(8)?)?;
     /// # input.write(&stream, b"question")?;
     /// # let pending = client.request(input, &stream, soon)?;
@@ -76,7 +77,7 @@ impl AsFd for Server {
     /// # runtime.block_on(async {
     /// use tokio::io::unix::AsyncFd;
     ///
-    /// let server = Server::new("embed", ServerOptions::at(&domain, &device))?;
+    /// let server = Server::new("embed", domain.on(&device))?;
     /// let mut readable = AsyncFd::new(server).unwrap();
     /// let request = loop {
     ///     let mut guard = readable.readable_mut().await.unwrap();

@@ -34,9 +34,8 @@ use crate::device::Device;
 use crate::error::{Error, HandleFault, Loss, Result, StateFault};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::AccessPolicy;
-use crate::ipc::domain::Domain;
 use crate::ipc::handle::{DriverHandle, path_of};
-use crate::options::{CreateOptions, chosen_device, chosen_domain};
+use crate::options::{CreateOptions, OpenOptions, chosen_device, chosen_domain};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{TimedGuard, TimedLock};
 use crate::shm::counter::{SharedCounter, WaitStatus};
@@ -71,14 +70,14 @@ impl Drop for OwnedRawEvent {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, Event, EventHandle, CreateOptions};
+/// use warpipe::{Device, Domain, Event, EventHandle};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-event-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let event = Event::new(CreateOptions::at(&domain, &device))?;
+/// let event = Event::new(domain.on(&device))?;
 /// let text = event.handle()?.to_string(); // to another process, in any way
 ///
-/// let other = Event::open(&text.parse::<EventHandle>()?, &device, Duration::ZERO)?;
+/// let other = Event::open(&text.parse::<EventHandle>()?, domain.on(&device), Duration::ZERO)?;
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// assert!(other.wait(&reading).is_err()); // never recorded: there is nothing to wait for
 /// event.record(&writing, Duration::from_secs(1))?; // behind the work that is on `writing` so far; `other` may record, too
@@ -204,7 +203,8 @@ impl Event {
 
     /// Opens an event by its handle (`cuIpcOpenEventHandle`), also in the process that created it.
     /// The handle may come from any source: it is checked, and opens nothing outside a domain of
-    /// this user. Waits for the answers of its exporter, each 5 s at most.
+    /// this user. The handle names its domain, unless the options do: one may have another path
+    /// here, as in a container. Waits for the answers of its exporter, each 5 s at most.
     ///
     /// # Errors
     /// [`Error::Handle`]; [`Error::NotFound`] when its exporter is gone, or
@@ -213,31 +213,10 @@ impl Event {
     /// [`Error::Handle`], or an error of the device or the system.
     pub fn open<'w>(
         handle: &EventHandle,
-        device: &Device,
+        options: OpenOptions,
         wait: impl Into<Wait<'w>>,
     ) -> Result<Event> {
-        Event::open_with(handle, || handle.domain(), device, &wait.into())
-    }
-
-    /// Like [`open`](Self::open), for a domain that has another path here, as in a container.
-    ///
-    /// # Errors
-    /// As for [`open`](Self::open).
-    pub fn open_in<'w>(
-        domain: &Domain,
-        handle: &EventHandle,
-        device: &Device,
-        wait: impl Into<Wait<'w>>,
-    ) -> Result<Event> {
-        Event::open_with(handle, || Ok(domain.clone()), device, &wait.into())
-    }
-
-    fn open_with(
-        handle: &EventHandle,
-        domain: impl FnOnce() -> Result<Domain>,
-        device: &Device,
-        wait: &Wait<'_>,
-    ) -> Result<Event> {
+        let (device, wait) = (&chosen_device(&options.device), &wait.into());
         let body = &handle.body;
         if body.device.kind != device.info().id.kind {
             let (owner, device) = (body.device.to_string(), device.info().id.to_string());
@@ -251,7 +230,8 @@ impl Event {
                 inner: LeakOnFork::new(inner),
             });
         }
-        let importer = EventImporter::for_body(body, &domain()?, device, wait)?;
+        let domain = options.domain.map_or_else(|| handle.domain(), Ok)?;
+        let importer = EventImporter::for_body(body, &domain, device, wait)?;
         Event::of_importer(importer, handle, device, wait)
     }
 

@@ -9,6 +9,7 @@ use super::layout::LANES_PER_EVENT;
 use super::*;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::error::FileFault;
+use crate::ipc::domain::Domain;
 use crate::wait::Wait;
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -19,6 +20,15 @@ struct Stage {
 }
 
 impl Stage {
+    /// In the handle's domain.
+    fn open(&self, handle: &EventHandle) -> Result<Event> {
+        let options = OpenOptions {
+            device: Some(self.device.clone()),
+            ..OpenOptions::default()
+        };
+        Event::open(handle, options, Duration::ZERO)
+    }
+
     fn new(title: &str) -> Stage {
         let folder =
             std::env::temp_dir().join(format!("warpipe-event-{title}-{}", std::process::id()));
@@ -29,7 +39,7 @@ impl Stage {
     }
 
     fn create(&self) -> Event {
-        Event::new(CreateOptions::at(&self.domain, &self.device)).unwrap()
+        Event::new(self.domain.on(&self.device)).unwrap()
     }
 
     /// An importer of its own, like that of another process.
@@ -118,12 +128,12 @@ fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() 
     let stage = Stage::new("same");
     let (event, stream) = (stage.create(), stage.device.stream().unwrap());
     let handle = event.handle().unwrap();
-    let other = Event::open(&handle, &stage.device, Duration::ZERO).unwrap();
+    let other = stage.open(&handle).unwrap();
     other.record(&stream, WAIT).unwrap();
     event.synchronize(WAIT).unwrap();
     let next = stage.create();
     drop((event, other));
-    let dropped = Event::open(&handle, &stage.device, Duration::ZERO).unwrap_err();
+    let dropped = stage.open(&handle).unwrap_err();
     assert!(
         matches!(
             dropped,
@@ -135,7 +145,7 @@ fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() 
         "{dropped}"
     );
     drop(next);
-    let gone = Event::open(&handle, &stage.device, Duration::ZERO).unwrap_err();
+    let gone = stage.open(&handle).unwrap_err();
     assert!(
         matches!(
             gone,
@@ -184,7 +194,7 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     let event = stage.create();
     let mut handle = event.handle().unwrap();
     handle.body.device.kind = crate::backend::DeviceKind::Cuda;
-    let other = Event::open(&handle, &stage.device, Duration::ZERO).unwrap_err();
+    let other = stage.open(&handle).unwrap_err();
     assert!(
         matches!(
             other,
@@ -199,7 +209,7 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     handle.body.domain = stage.domain.path().join("nowhere");
     handle.body.generation[0] ^= 1;
     assert!(matches!(
-        Event::open(&handle, &stage.device, Duration::ZERO),
+        stage.open(&handle),
         Err(Error::File(FileFault::Domain { .. }))
     ));
     assert!(
@@ -214,11 +224,7 @@ fn a_handle_of_a_domain_with_a_relative_path_leads_there_from_any_directory() {
     let here = std::env::current_dir().unwrap();
     let up: std::path::PathBuf = here.components().skip(1).map(|_| "..").collect();
     let relative = up.join(stage.domain.path().strip_prefix("/").unwrap());
-    let event = Event::new(CreateOptions::at(
-        &Domain::at(relative).unwrap(),
-        &stage.device,
-    ))
-    .unwrap();
+    let event = Event::new(Domain::at(relative).unwrap().on(&stage.device)).unwrap();
     assert!(event.handle().unwrap().body.domain.is_absolute());
     assert!(event.handle().unwrap().domain().is_ok());
 }

@@ -11,7 +11,6 @@ use super::page::CREATOR;
 use super::tests::{Stage, chain};
 use super::*;
 use crate::Device;
-use crate::OpenOptions;
 use crate::backend::testing::{Failing, FullQueue, Panicking, Wrapped};
 use crate::runtime::reactor::EventSource;
 use crate::shm::counter::VALUE_MAX;
@@ -180,12 +179,7 @@ fn members_are_connected_to_in_the_background_after_an_attempt_that_panicked() {
     let (creator, _member) = stage.both(&device, 1);
     let panicking = Wrapped::new(device.backend().clone(), Panicking::default());
     let late = Device::from_backend(panicking.clone());
-    let late_member = Semaphore::open(
-        "turns",
-        OpenOptions::at(&stage.domain, &late),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let late_member = Semaphore::open("turns", stage.domain.on(&late), Duration::ZERO).unwrap();
     let (first, second) = (device.stream().unwrap(), late.stream().unwrap());
     let (go, wait) = mpsc::channel::<()>();
     first.call(move || assert!(wait.recv().is_err())).unwrap();
@@ -225,12 +219,7 @@ fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
     in_time(move || monitor.on_tick(0));
     in_time(move || permit.release_now());
     // Another member gets a page to share with the blocked one.
-    let third = Semaphore::open(
-        "turns",
-        OpenOptions::at(&stage.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let third = Semaphore::open("turns", stage.domain.on(&device), Duration::ZERO).unwrap();
     let (semaphore, on) = (third.clone(), other.clone());
     in_time(move || semaphore.acquire(&on, PATIENCE).unwrap()).release_now();
     assert!(!release.is_finished(), "nothing holds it up");

@@ -12,7 +12,6 @@ use super::member_monitor::SemaphoreNotice;
 use super::server::{MemberPresence, SemaphoreRequest, SemaphoreWelcome};
 use super::signals::MemberSignals;
 use super::*;
-use crate::OpenOptions;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::peer::Process;
 use crate::ipc::{
@@ -72,11 +71,7 @@ fn opened(title: &str, body: &impl Serialize, page_bytes: usize) -> Result<Semap
         page_bytes,
     };
     let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(wrong))?;
-    let opened = Semaphore::open(
-        "turns",
-        OpenOptions::at(&domain, &Device::host()),
-        Duration::ZERO,
-    );
+    let opened = Semaphore::open("turns", domain.on(&Device::host()), Duration::ZERO);
     drop(server);
     let _ = std::fs::remove_dir_all(folder);
     opened
@@ -274,11 +269,7 @@ fn acquired_from(end: MemberEnd) -> Result<()> {
     };
     let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(creator))?;
     let (semaphore, stream) = (
-        Semaphore::open(
-            "turns",
-            OpenOptions::at(&domain, &Device::host()),
-            Duration::ZERO,
-        )?,
+        Semaphore::open("turns", domain.on(&Device::host()), Duration::ZERO)?,
         Device::host().stream()?,
     );
     let patience = Duration::from_secs(60);

@@ -111,14 +111,14 @@ impl Semaphore {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpipe::{Device, Domain, OpenOptions, Semaphore, CreateOptions};
+/// use warpipe::{Device, Domain, Semaphore};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-semaphore-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
 /// // One process:
-/// let turns = Semaphore::new("turns", 2, CreateOptions::at(&domain, &device))?;
+/// let turns = Semaphore::new("turns", 2, domain.on(&device))?;
 /// // Any other:
-/// let same = Semaphore::open("turns", OpenOptions::at(&domain, &device), Duration::ZERO)?;
+/// let same = Semaphore::open("turns", domain.on(&device), Duration::ZERO)?;
 ///
 /// let stream = device.stream()?;
 /// // The stream waits for the last holder's work.

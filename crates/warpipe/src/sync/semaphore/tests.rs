@@ -15,7 +15,7 @@ use crate::error::NameFault;
 use crate::fork::CloseOnForkFd;
 use crate::wait::OptionalExtension;
 use crate::wait::Wait;
-use crate::{Device, Domain, OpenOptions};
+use crate::{Device, Domain};
 
 const WAIT: Duration = Duration::from_secs(20);
 
@@ -33,16 +33,10 @@ impl Stage {
     }
 
     pub(super) fn both(&self, device: &Device, permits: u32) -> (Semaphore, Semaphore) {
-        let options = CreateOptions::at(&self.domain, device);
-        let creator = Semaphore::new("turns", permits, options).unwrap();
+        let creator = Semaphore::new("turns", permits, self.domain.on(device)).unwrap();
         (
             creator,
-            Semaphore::open(
-                "turns",
-                OpenOptions::at(&self.domain, device),
-                Duration::ZERO,
-            )
-            .unwrap(),
+            Semaphore::open("turns", self.domain.on(device), Duration::ZERO).unwrap(),
         )
     }
 }
@@ -267,8 +261,7 @@ fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
 fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
     let (stage, device) = (Stage::new("wrong"), Device::host());
     for permits in [0, PERMITS_MAX + 1] {
-        let options = CreateOptions::at(&stage.domain, &device);
-        let error = Semaphore::new("turns", permits, options).unwrap_err();
+        let error = Semaphore::new("turns", permits, stage.domain.on(&device)).unwrap_err();
         assert!(
             matches!(
                 error,
@@ -280,12 +273,7 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
             "{error}"
         );
     }
-    let nobody = Semaphore::open(
-        "turns",
-        OpenOptions::at(&stage.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap_err();
+    let nobody = Semaphore::open("turns", stage.domain.on(&device), Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             nobody,
@@ -296,8 +284,8 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
         ),
         "{nobody}"
     );
-    let first = Semaphore::new("turns", 1, CreateOptions::at(&stage.domain, &device)).unwrap();
-    let taken = Semaphore::new("turns", 1, CreateOptions::at(&stage.domain, &device)).unwrap_err();
+    let first = Semaphore::new("turns", 1, stage.domain.on(&device)).unwrap();
+    let taken = Semaphore::new("turns", 1, stage.domain.on(&device)).unwrap_err();
     assert!(
         matches!(taken, Error::Name(NameFault::Taken { .. })),
         "{taken}"
@@ -425,12 +413,7 @@ pub(super) fn chain(all: &[&Semaphore], device: &Device) -> (Vec<Stream>, mpsc::
 fn no_page_that_a_members_stream_waits_on_can_be_removed_or_is_anybody_elses() {
     let (stage, device) = (Stage::new("holes"), Device::host());
     let (creator, member) = stage.both(&device, 1);
-    let third = Semaphore::open(
-        "turns",
-        OpenOptions::at(&stage.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let third = Semaphore::open("turns", stage.domain.on(&device), Duration::ZERO).unwrap();
     let (streams, go) = chain(&[&creator, &member, &third, &creator], &device);
     assert!(
         streams[1..].iter().all(|stream| !stream.is_idle().unwrap()),
@@ -496,12 +479,7 @@ fn a_stream_waits_for_nothing_that_a_signaller_has_not_promised() {
 fn streams_go_on_when_the_member_that_they_wait_for_is_dead() {
     let (stage, device) = (Stage::new("dead"), Device::host());
     let (creator, member) = stage.both(&device, 1);
-    let third = Semaphore::open(
-        "turns",
-        OpenOptions::at(&stage.domain, &device),
-        Duration::ZERO,
-    )
-    .unwrap();
+    let third = Semaphore::open("turns", stage.domain.on(&device), Duration::ZERO).unwrap();
     let (streams, go) = chain(&[&member, &creator, &third], &device);
     let more = device.stream().unwrap();
     drop(third.acquire(&more, WAIT).unwrap());
@@ -540,15 +518,9 @@ fn a_member_that_asks_again_and_again_holds_no_more_pages_than_all_members_could
 #[test]
 fn members_that_leave_take_their_pages_with_them() {
     let (stage, device) = (Stage::new("leavers"), Device::host());
-    let options = CreateOptions::at(&stage.domain, &device);
-    let creator = Semaphore::new("turns", 1, options).unwrap();
+    let creator = Semaphore::new("turns", 1, stage.domain.on(&device)).unwrap();
     for _ in 0..3 {
-        let member = Semaphore::open(
-            "turns",
-            OpenOptions::at(&stage.domain, &device),
-            Duration::ZERO,
-        )
-        .unwrap();
+        let member = Semaphore::open("turns", stage.domain.on(&device), Duration::ZERO).unwrap();
         let number = member.local.member;
         let (streams, go) = chain(
             &[&creator, &creator, &member, &member, &creator, &creator],

@@ -6,10 +6,10 @@ use std::time::Duration;
 use std::os::fd::AsFd;
 
 use super::*;
+use crate::Domain;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::ipc::{Address, ClientSession};
 use crate::shm::page::UnsealedPage;
-use crate::{Domain, OpenOptions};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -29,16 +29,11 @@ impl Stage {
     }
 
     fn create(&self) -> Timeline {
-        Timeline::new("steps", CreateOptions::at(&self.domain, &self.device)).unwrap()
+        Timeline::new("steps", self.domain.on(&self.device)).unwrap()
     }
 
     fn open(&self) -> Timeline {
-        Timeline::open(
-            "steps",
-            OpenOptions::at(&self.domain, &self.device),
-            Duration::ZERO,
-        )
-        .unwrap()
+        Timeline::open("steps", self.domain.on(&self.device), Duration::ZERO).unwrap()
     }
 
     fn stream(&self) -> Stream {
@@ -209,11 +204,7 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
     ));
     assert_eq!(importer.value(), 3);
     assert!(matches!(
-        Timeline::open(
-            "steps",
-            OpenOptions::at(&stage.domain, &stage.device),
-            Duration::ZERO
-        ),
+        Timeline::open("steps", stage.domain.on(&stage.device), Duration::ZERO),
         Err(Error::NotFound { .. })
     ));
 }
@@ -232,12 +223,8 @@ fn an_importer_that_leaves_early_leaves_its_stream_waiting_for_the_right_value()
 #[test]
 fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
     let stage = Stage::new("later");
-    let absent = Timeline::open(
-        "steps",
-        OpenOptions::at(&stage.domain, &stage.device),
-        Duration::ZERO,
-    )
-    .unwrap_err();
+    let absent =
+        Timeline::open("steps", stage.domain.on(&stage.device), Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             absent,
@@ -249,9 +236,8 @@ fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
         "{absent}"
     );
     std::thread::scope(|scope| {
-        let importer = scope.spawn(|| {
-            Timeline::open("steps", OpenOptions::at(&stage.domain, &stage.device), WAIT).unwrap()
-        });
+        let importer =
+            scope.spawn(|| Timeline::open("steps", stage.domain.on(&stage.device), WAIT).unwrap());
         let owner = stage.create();
         owner.signal_now(7, WAIT).unwrap();
         importer.join().unwrap().wait_host(7, WAIT).unwrap();
@@ -412,7 +398,7 @@ fn while_the_driver_holds_up_a_signal_importers_come_and_go_and_miss_nothing() {
     let stage = Stage::new("held-up");
     let wrapped = Wrapped::new(stage.device.backend().clone(), Holding::default());
     let device = Device::from_backend(wrapped.clone());
-    let owner = Timeline::new("steps", CreateOptions::at(&stage.domain, &device)).unwrap();
+    let owner = Timeline::new("steps", stage.domain.on(&device)).unwrap();
     let (writing, reading) = (device.stream().unwrap(), stage.stream());
     let leaver = stage.open();
     owner.signal(&writing, 3, WAIT).unwrap();
@@ -442,8 +428,7 @@ fn an_opener_that_waits_goes_on_with_the_next_owner_when_one_closes_during_the_a
     // The importer has its answer by then, and has not sealed its page.
     held.hook().hold("register");
     std::thread::scope(|scope| {
-        let opening =
-            scope.spawn(|| Timeline::open("steps", OpenOptions::at(&stage.domain, &device), WAIT));
+        let opening = scope.spawn(|| Timeline::open("steps", stage.domain.on(&device), WAIT));
         held.hook().wait_for(1);
         drop(first);
         let next = stage.create();

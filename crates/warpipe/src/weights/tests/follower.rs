@@ -16,9 +16,7 @@ use crate::memory::Memory;
 use crate::statistics::{Observer, RegionId, Role, file_of};
 use crate::tensor::{DType, Layout};
 use crate::weights::holder::held_prefix;
-use crate::weights::{
-    Follower, Keeper, KeeperOptions, PublishedWeights, SharedWeights, TensorsInPlace, Weights,
-};
+use crate::weights::{Follower, Keeper, PublishedWeights, SharedWeights, TensorsInPlace, Weights};
 
 impl Stage {
     /// The numbers of the versions that this process holds for a later keeper.
@@ -280,10 +278,9 @@ fn weights_of_another_name_are_refused_and_an_earlier_version_that_is_open_can_b
     assert_eq!(byte_of(follower.weights()), 1);
     assert_eq!(update(&mut follower).unwrap(), Some(2));
 
-    let _other = Keeper::new("v", KeeperOptions::at(&stage.domain)).unwrap();
+    let _other = Keeper::new("v", stage.domain.options()).unwrap();
     drop(stage.weights(3).publish(&stage.domain, "v", WAIT).unwrap());
-    let other =
-        SharedWeights::open("v", OpenOptions::at(&stage.domain, &stage.device), WAIT).unwrap();
+    let other = SharedWeights::open("v", stage.domain.on(&stage.device), WAIT).unwrap();
     let failed = follower.take(&other, &stream, WAIT).unwrap_err();
     assert!(matches!(failed, Error::Argument { .. }), "{failed}");
     assert_eq!(byte_of(follower.weights()), 2);

@@ -1,9 +1,6 @@
 //! Names as long as a model's id and its ranks need.
 
-use super::{
-    Keeper, KeeperOptions, NamedWeights, SharedWeights, Stage, WAIT, WEIGHTS_NAME_BYTES_MAX,
-    byte_of,
-};
+use super::{Keeper, NamedWeights, SharedWeights, Stage, WAIT, WEIGHTS_NAME_BYTES_MAX, byte_of};
 
 /// As long as a name may be, in parts.
 fn longest() -> String {
@@ -16,7 +13,7 @@ fn longest() -> String {
 fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_no_file() {
     let stage = Stage::new();
     let name = longest();
-    let keep = || Keeper::new(&name, KeeperOptions::at(&stage.domain)).unwrap();
+    let keep = || Keeper::new(&name, stage.domain.options()).unwrap();
     let keeper = keep();
     let published = stage
         .weights(7)
@@ -50,7 +47,7 @@ fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_n
     assert_eq!(keeper.state().unwrap().version, Some(1));
     drop((keeper, shared));
     assert_eq!(std::fs::read_dir(&stage.folder).unwrap().count(), 0);
-    let refused = Keeper::new(&format!("{name}n"), KeeperOptions::at(&stage.domain));
+    let refused = Keeper::new(&format!("{name}n"), stage.domain.options());
     let refused = refused.unwrap_err();
     assert!(refused.to_string().contains("200 bytes"), "{refused}");
     assert_eq!(refused.hint().as_deref(), Some("take a shorter name"));

@@ -190,9 +190,7 @@ fn a_base_that_was_withdrawn_is_an_error_and_one_that_is_open_is_none() {
         (3, vec![1; 900])
     );
     // Of another name, with another keeper, which ends.
-    let other =
-        crate::weights::Keeper::new("other", crate::weights::KeeperOptions::at(&stage.domain))
-            .unwrap();
+    let other = crate::weights::Keeper::new("other", stage.domain.options()).unwrap();
     let weights = stage.weights(5);
     let elsewhere = weights.publish(&stage.domain, "other", WAIT).unwrap();
     let partial = stage.partial(&[("b", 8)], &elsewhere);

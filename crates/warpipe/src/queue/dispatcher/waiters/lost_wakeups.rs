@@ -362,7 +362,7 @@ fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
     );
     let options = WorkerOptions {
         answer_timeout: Duration::ZERO,
-        ..WorkerOptions::at(&fixture.domain, &fixture.device)
+        ..fixture.domain.on(&fixture.device)
     };
     let mut worker = Worker::open("jobs", options, Duration::ZERO).unwrap();
     let room = 64;
