@@ -187,7 +187,7 @@ public:
     const auto name = [&](int rank, const char *what) {
       return job + "/" + std::to_string(rank) + "/" + what;
     };
-    warpipe::TimelineOptions mine;
+    warpipe::CreateOptions mine;
     mine.device = device_.get();
     steps_.emplace(rank_, warpipe::Timeline::create(name(rank_, "steps"), mine));
     const warpipe::Published published(memory_, name(rank_, "memory"));

@@ -5,17 +5,18 @@
  *
  * Every function that can fail returns a warpipe_status; warpipe_error_message() says more.
  *
- * Ownership. A function that gives an object to the caller says which function closes it. Closing
- * null does nothing. A pointer that is null, was closed, or is of another type is refused with
- * WARPIPE_INVALID_OBJECT: the library never reads memory at such a pointer. An output pointer is
- * null unless the call succeeds. Texts and arrays are copied during the call unless it says
- * otherwise. An object that the program leaves open ends with the process, and its peers see that.
+ * Ownership. A function that gives an object to the caller says how it ends: warpipe_close ends every
+ * object, and its type says what that means; closing null does nothing. A pointer that is null, was
+ * closed, or is of another type is refused with WARPIPE_INVALID_OBJECT: the library never reads
+ * memory at such a pointer. An output pointer is null unless the call succeeds. Texts and arrays are
+ * copied during the call unless it says otherwise. An object that the program leaves open ends with
+ * the process, and its peers see that.
  *
  * Threads. Every function may be called on any thread. A warpipe_subscriber, warpipe_worker,
  * warpipe_server, warpipe_sample, warpipe_loan or warpipe_lease is for one thread at
  * a time: a second one gets WARPIPE_INVALID_STATE. All others may be used by any number of threads
- * at once. An object's close function may be called while another thread is in a call on it: the
- * object ends when that call does. A sample has none, and stays open when a release is refused so.
+ * at once. warpipe_close may be called while another thread is in a call on the object, which ends
+ * when that call does; every other end of an object is refused then, and it stays open.
  * The library calls no function of the caller but that of warpipe_stream_call, and holds no lock
  * then.
  *
@@ -229,99 +230,146 @@ typedef enum {
 } warpipe_result_order;
 
 // Opens what an allocation server of another process shares. Any number of threads may use it.
+// What it has opened outlives it.
 typedef struct warpipe_allocation_client warpipe_allocation_client;
 
 // Shares memory that other code of this process has allocated. Any number of threads may use it.
+// Closed, it releases its name and its shares.
 typedef struct warpipe_allocation_server warpipe_allocation_server;
 
-// Sends requests to the servers of a service. Any number of threads may use it.
+// Sends requests to the servers of a service. Any number of threads may use it. Closed, its
+// requests are withdrawn; replies that were taken stay usable.
 typedef struct warpipe_client warpipe_client;
 
-// A GPU, or the host: memory of memfds, threads as streams.
+// A GPU, or the host: memory of memfds, threads as streams. Endpoints that were made with it
+// outlive it.
 typedef struct warpipe_device warpipe_device;
 
 // A directory of names. Endpoints meet by their name in one domain.
 typedef struct warpipe_domain warpipe_domain;
 
-// An event of this or another process. Any number of threads may use it.
+// An event of this or another process. Any number of threads may use it. Closed, recordings that
+// are enqueued still complete.
 typedef struct warpipe_event warpipe_event;
 
-// A job that was submitted. Any number of threads may use it; one of them gets the result.
+// A job that was submitted to a queue, or a request that was sent to a service. Any number of
+// threads may use it; one of them gets the result. A job outlives it: warpipe_queue_next_result
+// gives the result, if that was not taken. A request ends with it, if its reply was not taken.
 typedef struct warpipe_job warpipe_job;
 
-// A job of a queue or a request of a client: its input, and the answer that this process owes.
+// The answer that this process owes for a job of a queue or a request of a client. Closed without
+// an answer, it is a failed attempt: another worker tries. The input is a sample of its own.
 typedef struct warpipe_lease warpipe_lease;
 
 // Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
-// device, then to send, to submit, or to answer with. Its contents are undefined at first.
+// device, then to send, to submit, or to answer with. Its contents are undefined at first. Closed,
+// it returns unused, behind the work of the streams that it was written on or passed with; if the
+// caller's own kernels may be writing it, discard it with their stream (warpipe_loan_discard)
+// instead.
 typedef struct warpipe_loan warpipe_loan;
 
-// This process as a member of a domain. Any number of threads may use it.
+// This process as a member of a domain. Any number of threads may use it. Closed, it leaves the
+// domain.
 typedef struct warpipe_member warpipe_member;
 
 // The members of a domain, followed until this is closed. Any number of threads may use it.
 typedef struct warpipe_members warpipe_members;
 
 // A range of device memory: allocated by this process, opened by a ticket, a descriptor or a
-// legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it.
+// legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it. Closed, it stays
+// until the streams that it was used on are past their work; a block returns to its pool then.
+// Memory that other processes have open, or that is published, stays theirs.
 typedef struct warpipe_memory warpipe_memory;
 
-// A request without a reply. Any number of threads may use it; one of them gets the reply.
-typedef struct warpipe_pending warpipe_pending;
-
 // A permit of a semaphore. It returns when it is released or closed, or when its holder's death is
-// proven.
+// proven. Closed, it is released behind the work of the stream that it was acquired on, or at once
+// if it was acquired on the CPU.
 typedef struct warpipe_permit warpipe_permit;
 
 // Device memory that is handed out in blocks, to this process and to others. Any number of threads
-// may use it.
+// may use it. Closed, it releases its name, and clients get no more memory; blocks in use stay
+// valid until they are closed.
 typedef struct warpipe_pool warpipe_pool;
 
-// A client of another process's pool. Any number of threads may use it.
+// A client of another process's pool. Any number of threads may use it. Its blocks outlive it.
 typedef struct warpipe_pool_client warpipe_pool_client;
 
 // Memory under a name, which other processes open by a ticket. Any number of threads may use it.
+// Closed, it releases its name: no further process opens it, and those that have it open keep it.
 typedef struct warpipe_published warpipe_published;
 
 // Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
+// Closed, it ends gracefully: subscribers still receive the samples that are complete, and loans
+// that were not sent can only be discarded.
 typedef struct warpipe_publisher warpipe_publisher;
 
 // Hands jobs to worker processes, each to one, and gets each one's result once. A job that a
 // worker's death or failure leaves goes to another worker. Any number of threads may use it.
+// Closed, its jobs end without an outcome, and its workers get WARPIPE_PEER_GONE; results that
+// were taken stay usable, and a job's handle says WARPIPE_INVALID_STATE.
 typedef struct warpipe_queue warpipe_queue;
 
 // Says later whether the data of a released sample was complete.
 typedef struct warpipe_receipt warpipe_receipt;
 
 // A tensor in another process's memory, received from a channel, as the result of a job or a
-// request, or as the input of one. Memory that this process may only read.
+// request, or as the input of one. Memory that this process may only read. Closed, it is released
+// behind the work of the stream that it was received with.
 typedef struct warpipe_sample warpipe_sample;
 
 // A limited number of permits, held in any number of processes of one machine. Permits go to the
-// thread that has waited longest. Any number of threads may use it.
+// thread that has waited longest. Any number of threads may use it. Closed by its maker, it ends
+// when its permits are closed, too, and their streams are past their work: waits end with
+// WARPIPE_PEER_GONE then.
 typedef struct warpipe_semaphore warpipe_semaphore;
 
 // Answers the requests of all clients of a service, together with its other servers. One thread at
-// a time may use it; its leases may go to any thread.
+// a time may use it; its leases may go to any thread. Closed, requests that it was sent and has
+// not accepted go to other servers; its leases can still be answered.
 typedef struct warpipe_server warpipe_server;
 
 // Receives the tensors of one publisher. One thread at a time may use it; its samples may go to
-// any thread.
+// any thread. Samples that it has received outlive it.
 typedef struct warpipe_subscriber warpipe_subscriber;
 
 // A named 64-bit value that only grows, across processes: Vulkan's timeline semaphore. Any number
-// of threads may use it.
+// of threads may use it. Closed by its maker, it ends: signals that are enqueued are still given,
+// and waits for later values end with WARPIPE_PEER_GONE.
 typedef struct warpipe_timeline warpipe_timeline;
 
 // A descriptor of one event loop for a queue's or a client's results. Any number of threads may
-// use it.
+// use it. Its descriptor ends with it.
 typedef struct warpipe_watch warpipe_watch;
 
 // Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
+// Closed, jobs that it was given and has not leased go to other workers, at no cost of an attempt;
+// its leases can still be answered.
 typedef struct warpipe_worker warpipe_worker;
 
-// Options of warpipe_timeline_open, warpipe_semaphore_open and warpipe_pool_client_open.
-// Begin with {.size = sizeof(warpipe_open_options)}; a field that is 0 has its default.
+// Options of warpipe_timeline_create, warpipe_event_create, warpipe_semaphore_create and
+// warpipe_allocation_server_create. Begin with {.size = sizeof(warpipe_create_options)}; a field
+// that is 0 has its default.
+typedef struct {
+  // sizeof(warpipe_create_options).
+  size_t size;
+  // The domain in which other processes find it; the environment's by default.
+  const warpipe_domain *domain;
+  // The device of its streams; the first GPU by default, else the host.
+  const warpipe_device *device;
+  // Users that are admitted beside this process's own; the domain's directory must admit them,
+  // too. Each can write a semaphore's page: a wrong one can take permits that are not its own, and
+  // let in more than the maximum.
+  const uint32_t *allow_uids;
+  // How many those are.
+  size_t allow_uids_count;
+  // Groups that are admitted.
+  const uint32_t *allow_gids;
+  // How many those are.
+  size_t allow_gids_count;
+} warpipe_create_options;
+
+// Options of warpipe_timeline_open, warpipe_semaphore_open, warpipe_pool_client_open
+// and warpipe_allocation_client_open. Begin with {.size = sizeof(warpipe_open_options)}; a field that is 0 has its default.
 typedef struct {
   // sizeof(warpipe_open_options).
   size_t size;
@@ -437,6 +485,16 @@ typedef struct {
   uint32_t reconnect;
 } warpipe_subscriber_options;
 
+// A publisher, as its subscriber sees it.
+typedef struct {
+  // A warpipe_peer_state.
+  uint32_t state;
+  // Its process id; 0 while there is none.
+  int32_t pid;
+  // Samples that the subscriber did not get because of the publisher's policy.
+  uint64_t dropped;
+} warpipe_publisher_info;
+
 // The properties of a device.
 typedef struct {
   // 1 for a GPU, 0 for the host.
@@ -462,71 +520,6 @@ typedef struct {
   // example a symlink. Empty if nothing does.
   char foreign[64];
 } warpipe_endpoint;
-
-// Options of warpipe_event_create. Begin with {.size = sizeof(warpipe_event_options)}; a field
-// that is 0 has its default.
-typedef struct {
-  // sizeof(warpipe_event_options).
-  size_t size;
-  // The domain in which other processes find it; the environment's by default.
-  const warpipe_domain *domain;
-  // The device of the streams that record it; the first GPU by default, else the host.
-  const warpipe_device *device;
-  // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too.
-  const uint32_t *allow_uids;
-  // How many those are.
-  size_t allow_uids_count;
-  // Groups that are admitted.
-  const uint32_t *allow_gids;
-  // How many those are.
-  size_t allow_gids_count;
-} warpipe_event_options;
-
-// A received tensor, as warpipe_sample_get_info and warpipe_lease_get_info describe it.
-typedef struct {
-  // The device address of the element with all indices 0: a CUdeviceptr, or on the host an
-  // address of this process.
-  uint64_t data;
-  // The device address of the first byte of layout.bytes.
-  uint64_t slot;
-  // The tensor's layout.
-  warpipe_layout layout;
-  // The bytes that were sent with the tensor, valid as long as the sample or lease is.
-  const uint8_t *metadata;
-  // How many those are.
-  size_t metadata_bytes;
-  // The sample's number among its publisher's samples, from 1; a gap is samples that this
-  // subscriber did not get, which missing counts.
-  uint64_t sequence;
-  // When it was sent, in nanoseconds of CLOCK_MONOTONIC, as its sender says; 0
-  // if it does not, which is timestamps of the publisher's options.
-  uint64_t sent_at_ns;
-  // When it was received, in nanoseconds of CLOCK_MONOTONIC; 0 where sent_at_ns is.
-  uint64_t received_at_ns;
-  // Of a job, request or result: the job's number, from 1; else 0.
-  uint64_t job;
-  // Of a job, request or result: the number of this attempt, from 1; else 0.
-  uint32_t attempt;
-  // Of a result: the worker's process; of a job or request: the process that submitted it; else
-  // 0.
-  int32_t pid;
-  // Of a job or request: CLOCK_MONOTONIC nanoseconds by which the answer is wanted; 0 if there
-  // is no such time.
-  uint64_t deadline_ns;
-  // How many samples of this publisher are missing between this one and the one received before
-  // it; 0 on the first sample of another incarnation: its numbers begin anew, unless both are
-  // those of a bridge for one source, and the numbers go on.
-  uint64_t missing;
-  // Whether there is a break before this sample: samples are missing, or this is the first
-  // sample of another incarnation of the publisher, or of the same one after the link had ended.
-  bool is_discontinuity;
-  // On the first sample of another incarnation of the publisher: the process of the one before;
-  // else 0.
-  int32_t previous_pid;
-  // Whether it lies in its sender's own memory: see warpipe_publisher_loan_in.
-  bool is_in_place;
-} warpipe_sample_info;
 
 // The memory of a loan.
 typedef struct {
@@ -766,28 +759,50 @@ typedef struct {
   size_t finished;
 } warpipe_queue_state;
 
-// Options of warpipe_semaphore_create. Begin with {.size = sizeof(warpipe_semaphore_options)};
-// a field that is 0 has its default.
+// A received tensor, as warpipe_sample_get_info describes it.
 typedef struct {
-  // sizeof(warpipe_semaphore_options).
-  size_t size;
-  // The domain of its name; the environment's by default.
-  const warpipe_domain *domain;
-  // The device of the streams that take permits; the first GPU by default, else the host.
-  const warpipe_device *device;
-  // The number of permits, 1 to 1024; 1 by default.
-  uint32_t permits;
-  // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too. Each can write the semaphore's page: a wrong one can take permits that are not its
-  // own, and let in more than the maximum. Admit users that you trust with it.
-  const uint32_t *allow_uids;
+  // The device address of the element with all indices 0: a CUdeviceptr, or on the host an
+  // address of this process.
+  uint64_t data;
+  // The device address of the first byte of layout.bytes.
+  uint64_t slot;
+  // The tensor's layout.
+  warpipe_layout layout;
+  // The bytes that were sent with the tensor, valid as long as the sample is.
+  const uint8_t *metadata;
   // How many those are.
-  size_t allow_uids_count;
-  // Groups that are admitted.
-  const uint32_t *allow_gids;
-  // How many those are.
-  size_t allow_gids_count;
-} warpipe_semaphore_options;
+  size_t metadata_bytes;
+  // The sample's number among its publisher's samples, from 1; a gap is samples that this
+  // subscriber did not get, which missing counts.
+  uint64_t sequence;
+  // When it was sent, in nanoseconds of CLOCK_MONOTONIC, as its sender says; 0
+  // if it does not, which is timestamps of the publisher's options.
+  uint64_t sent_at_ns;
+  // When it was received, in nanoseconds of CLOCK_MONOTONIC; 0 where sent_at_ns is.
+  uint64_t received_at_ns;
+  // Of a job, request or result: the job's number, from 1; else 0.
+  uint64_t job;
+  // Of a job, request or result: the number of this attempt, from 1; else 0.
+  uint32_t attempt;
+  // Of a result: the worker's process; of a job or request: the process that submitted it; else
+  // 0.
+  int32_t pid;
+  // Of a job or request: CLOCK_MONOTONIC nanoseconds by which the answer is wanted; 0 if there
+  // is no such time.
+  uint64_t deadline_ns;
+  // How many samples of this publisher are missing between this one and the one received before
+  // it; 0 on the first sample of another incarnation: its numbers begin anew, unless both are
+  // those of a bridge for one source, and the numbers go on.
+  uint64_t missing;
+  // Whether there is a break before this sample: samples are missing, or this is the first
+  // sample of another incarnation of the publisher, or of the same one after the link had ended.
+  bool is_discontinuity;
+  // On the first sample of another incarnation of the publisher: the process of the one before;
+  // else 0.
+  int32_t previous_pid;
+  // Whether it lies in its sender's own memory: see warpipe_publisher_loan_in.
+  bool is_in_place;
+} warpipe_sample_info;
 
 // The state of a semaphore at this moment: it may have changed when the call returns.
 typedef struct {
@@ -867,26 +882,6 @@ typedef struct {
   size_t allow_gids_count;
 } warpipe_publish_options;
 
-// Options of warpipe_timeline_create. Begin with {.size = sizeof(warpipe_timeline_options)}; a
-// field that is 0 has its default.
-typedef struct {
-  // sizeof(warpipe_timeline_options).
-  size_t size;
-  // The domain of its name; the environment's by default.
-  const warpipe_domain *domain;
-  // The device of the streams that signal it; the first GPU by default, else the host.
-  const warpipe_device *device;
-  // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too.
-  const uint32_t *allow_uids;
-  // How many those are.
-  size_t allow_uids_count;
-  // Groups that are admitted.
-  const uint32_t *allow_gids;
-  // How many those are.
-  size_t allow_gids_count;
-} warpipe_timeline_options;
-
 // Options of a worker. Begin with {.size = sizeof(warpipe_worker_options)}; a field that is 0
 // has its default.
 typedef struct {
@@ -915,18 +910,17 @@ extern "C" {
 #endif // __cplusplus
 
 // Makes a server of name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /) for
-// memory of device. domain may be null: the environment's. device may be null: the first GPU,
-// else the host.
+// memory of the options' device. options may be null.
 //
-// *server is the caller's, to be closed by warpipe_allocation_server_close.
+// *server is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
 // WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
 //
-// Requires: name is a text, server the address of a pointer.
+// Requires: name is a text, options null or the address of options, which name arrays of as many
+// elements as they say; server is the address of a pointer.
 warpipe_status warpipe_allocation_server_create(const char *name,
-                                                const warpipe_domain *domain,
-                                                const warpipe_device *device,
+                                                const warpipe_create_options *options,
                                                 warpipe_allocation_server **server);
 
 // Shares bytes bytes at the device address data, complete behind the stream's work so far, for
@@ -963,13 +957,10 @@ warpipe_status warpipe_allocation_server_withdraw(const warpipe_allocation_serve
                                                   uint64_t number,
                                                   bool *was_open);
 
-// Closes a server: its name and its shares are released. Null is ignored.
-warpipe_status warpipe_allocation_server_close(warpipe_allocation_server *server);
-
 // Connects to the server of this name in another process, to open its shares. options may be
 // null.
 //
-// *client is the caller's, to be closed by warpipe_allocation_client_close.
+// *client is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_REFUSED, also for a device
 // that cannot reach its memory; WARPIPE_NAME_CONFLICT when something else has the name;
@@ -983,7 +974,7 @@ warpipe_status warpipe_allocation_client_open(const char *name,
 // Opens a share, which is this process's from then on, and waits up to timeout_ns nanoseconds
 // until its contents are complete: one that is not opened in time can be opened again.
 //
-// *memory is the caller's, to be closed by warpipe_memory_close: its owner is told then, or when
+// *memory is the caller's, to be closed by warpipe_close: its owner is told then, or when
 // this process has died.
 //
 // WARPIPE_NOT_FOUND for a share that was opened already, or withdrawn; WARPIPE_TIMEOUT;
@@ -995,13 +986,10 @@ warpipe_status warpipe_allocation_client_open_share(const warpipe_allocation_cli
                                                     uint64_t timeout_ns,
                                                     warpipe_memory **memory);
 
-// Closes a client. What it has opened stays valid until it is closed. Null is ignored.
-warpipe_status warpipe_allocation_client_close(warpipe_allocation_client *client);
-
 // Makes a publisher of name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /), and
 // begins to listen. options may be null.
 //
-// *publisher is the caller's, to be closed by warpipe_publisher_close.
+// *publisher is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
 // WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
@@ -1010,10 +998,6 @@ warpipe_status warpipe_allocation_client_close(warpipe_allocation_client *client
 warpipe_status warpipe_publisher_create(const char *name,
                                         const warpipe_publisher_options *options,
                                         warpipe_publisher **publisher);
-
-// Closes a publisher gracefully: subscribers still receive the samples that are complete. Loans
-// that were not sent stay usable for warpipe_loan_discard only. Null is ignored.
-warpipe_status warpipe_publisher_close(warpipe_publisher *publisher);
 
 // Lends a slot for a tensor of this layout: memory of the publisher's device that no subscriber
 // reads, with undefined contents.
@@ -1028,38 +1012,29 @@ warpipe_status warpipe_publisher_loan(const warpipe_publisher *publisher,
                                       const warpipe_layout *layout,
                                       warpipe_loan **loan);
 
-// Lends published memory from byte offset on: what is there is sent where it lies, without a
-// copy, by warpipe_loan_send. Subscribers receive it as any other sample, with the access that
-// the publication gives; keep that as long as a subscriber may still receive the first sample in
+// Lends memory to be sent where it lies, without a copy, by warpipe_loan_send. Subscribers
+// receive it as any other sample.
+//
+// With memory it is that published memory from byte offset on, with the access that the
+// publication gives; keep that as long as a subscriber may still receive the first sample in it.
+// Without, it is layout.bytes bytes at the device address offset, in memory of cudaMalloc
+// (cuMemAlloc): gone when this process is, and subscribers, of this user alone, can also write
 // it.
 //
 // release(argument) is called once: when the loan is discarded, or no subscriber reads the tensor
 // any more, because each has released it or is dead; also if this call fails. Nothing writes the
 // tensor meanwhile. release may be null.
 //
-// WARPIPE_INVALID_INPUT for bytes that do not lie in the memory, or memory of another device or
-// domain than the publisher's; as warpipe_publisher_loan.
-//
-// Requires: release(argument) may be called by any thread, and waits for nothing. The rest as for
+// WARPIPE_INVALID_INPUT for bytes that do not lie in the memory, memory of another device or
+// domain than the publisher's, or other memory than warpipe_legacy_export takes; as
 // warpipe_publisher_loan.
+//
+// Requires: release(argument) may be called by any thread, and waits for nothing. Memory without a
+// publication stays allocated until then, and as long as a subscriber has it open: perhaps as long
+// as that is attached. The rest as for warpipe_publisher_loan.
 warpipe_status warpipe_publisher_loan_in(const warpipe_publisher *publisher,
                                          const warpipe_published *memory,
                                          uint64_t offset,
-                                         const warpipe_layout *layout,
-                                         warpipe_host_function release,
-                                         void *argument,
-                                         warpipe_loan **loan);
-
-// As warpipe_publisher_loan_in, of layout.bytes bytes at the device address data, in memory
-// of cudaMalloc (cuMemAlloc). It is gone when this process is, and subscribers, of this user
-// alone, can also write it.
-//
-// WARPIPE_INVALID_INPUT for other memory, as warpipe_legacy_export says.
-//
-// Requires: The allocation stays until release is called, and as long as a subscriber has it open:
-// perhaps as long as that is attached. The rest as for warpipe_publisher_loan_in.
-warpipe_status warpipe_publisher_loan_at(const warpipe_publisher *publisher,
-                                         uint64_t data,
                                          const warpipe_layout *layout,
                                          warpipe_host_function release,
                                          void *argument,
@@ -1080,17 +1055,6 @@ warpipe_status warpipe_publisher_send_host(const warpipe_publisher *publisher,
                                            size_t bytes,
                                            uint64_t *sequence);
 
-// Loans, copies layout.bytes bytes from a device address on the stream and sends. *sequence,
-// which may be null, becomes the sample's number.
-//
-// Requires: The device can read that many bytes at data until the stream has done the copy; the rest as
-// for warpipe_publisher_send_host.
-warpipe_status warpipe_publisher_send_device(const warpipe_publisher *publisher,
-                                             void *stream,
-                                             const warpipe_layout *layout,
-                                             uint64_t data,
-                                             uint64_t *sequence);
-
 // Waits until count subscribers are attached.
 //
 // WARPIPE_TIMEOUT.
@@ -1108,7 +1072,7 @@ warpipe_status warpipe_publisher_list_subscribers(const warpipe_publisher *publi
 
 // Attaches to the publisher of this name. options may be null.
 //
-// *subscriber is the caller's, to be closed by warpipe_subscriber_close.
+// *subscriber is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_REFUSED;
 // WARPIPE_LIMIT_REACHED; WARPIPE_PROTOCOL for another version; WARPIPE_DEVICE_FAILED.
@@ -1117,10 +1081,6 @@ warpipe_status warpipe_publisher_list_subscribers(const warpipe_publisher *publi
 warpipe_status warpipe_subscriber_open(const char *name,
                                        const warpipe_subscriber_options *options,
                                        warpipe_subscriber **subscriber);
-
-// Closes a subscriber. Samples that it has received stay usable. While another thread is in a call
-// on it, it ends when that call returns. Null is ignored.
-warpipe_status warpipe_subscriber_close(warpipe_subscriber *subscriber);
 
 // Waits for the next sample, up to timeout_ns nanoseconds; 0 takes one that is there. stream
 // will wait, on the device, until the sample's data is complete: kernels enqueued on it read
@@ -1146,25 +1106,17 @@ warpipe_status warpipe_subscriber_receive(warpipe_subscriber *subscriber,
 // Requires: fd is the address of a number.
 warpipe_status warpipe_subscriber_get_fd(const warpipe_subscriber *subscriber, int32_t *fd);
 
-// Samples that this subscriber did not get because of the publisher's policy.
+// A subscriber's publisher, and how much of it was missed.
 //
-// Requires: dropped is the address of a number.
-warpipe_status warpipe_subscriber_get_dropped(const warpipe_subscriber *subscriber,
-                                              uint64_t *dropped);
-
-// The publisher's state (a warpipe_peer_state) and its process id, 0 while there is none. Either
-// address may be null.
-//
-// Requires: Each is null or the address of a number.
-warpipe_status warpipe_subscriber_get_publisher(const warpipe_subscriber *subscriber,
-                                                uint32_t *state,
-                                                int32_t *pid);
+// Requires: info is the address of such a structure.
+warpipe_status warpipe_subscriber_get_info(const warpipe_subscriber *subscriber,
+                                           warpipe_publisher_info *info);
 
 // Opens a device: "cuda" or "cuda:N" (an ordinal among those that CUDA_VISIBLE_DEVICES
 // leaves), "GPU-..." (a UUID), or "host". NULL is the first GPU if there is one, else the
 // host; warpipe_device_get_info says which.
 //
-// *device is the caller's, to be closed by warpipe_device_close. Endpoints that were made with
+// *device is the caller's, to be closed by warpipe_close. Endpoints that were made with
 // it stay usable after that.
 //
 // WARPIPE_DEVICE_UNAVAILABLE, WARPIPE_DEVICE_FAILED, WARPIPE_INVALID_INPUT.
@@ -1176,9 +1128,6 @@ warpipe_status warpipe_device_open(const char *name, warpipe_device **device);
 //
 // Requires: info is the address of such a structure.
 warpipe_status warpipe_device_get_info(const warpipe_device *device, warpipe_device_info *info);
-
-// Closes a device's handle. Null is ignored.
-warpipe_status warpipe_device_close(warpipe_device *device);
 
 // Makes a stream (cuStreamCreate, non-blocking; a thread on the host). On CUDA *stream is a
 // CUstream, which is a cudaStream_t; wherever this library takes a stream, it takes any stream
@@ -1234,20 +1183,6 @@ warpipe_status warpipe_stream_copy(const warpipe_device *device,
                                    uint64_t to,
                                    uint64_t from,
                                    uint64_t bytes);
-
-// Enqueues a copy between tensors of different layouts: a gather of a strided view into row-major
-// order, a scatter, or both, in one operation. A layout's offset counts from the address.
-//
-// WARPIPE_INVALID_INPUT: the shapes or element types differ, or the tensors overlap.
-//
-// Requires: as for warpipe_stream_copy, for the bytes that the layouts take; each layout is the address of
-// one.
-warpipe_status warpipe_stream_copy_elements(const warpipe_device *device,
-                                            void *stream,
-                                            uint64_t to,
-                                            const warpipe_layout *to_layout,
-                                            uint64_t from,
-                                            const warpipe_layout *from_layout);
 
 // Gives a sample to another framework: *tensor is read-only memory of the device, which the
 // framework's deleter releases behind the work of the stream that the sample was received with.
@@ -1366,7 +1301,7 @@ warpipe_status warpipe_publisher_send_dlpack_legacy(const warpipe_publisher *pub
 // /run/user/UID/warpipe, else /tmp/warpipe-UID; it is also the one of every option that is
 // left null.
 //
-// *domain is the caller's, to be closed by warpipe_domain_close.
+// *domain is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_SYSTEM: not such a directory.
 //
@@ -1376,7 +1311,7 @@ warpipe_status warpipe_domain_open(const char *path, warpipe_domain **domain);
 // Opens a domain of another user, with endpoints that may admit this one. Trusts that user's
 // names.
 //
-// *domain is the caller's, to be closed by warpipe_domain_close.
+// *domain is the caller's, to be closed by warpipe_close.
 //
 // Requires: path is a text, domain the address of a pointer.
 warpipe_status warpipe_domain_open_of_user(const char *path,
@@ -1403,25 +1338,16 @@ warpipe_status warpipe_domain_list(const warpipe_domain *domain,
                                    size_t capacity,
                                    size_t *count);
 
-// Removes the files of dead endpoints, and no other. *removed, which may be null, becomes their
-// number.
-//
-// Requires: removed is null or the address of a number.
-warpipe_status warpipe_domain_clean(const warpipe_domain *domain, size_t *removed);
-
-// Closes a domain's handle. Null is ignored.
-warpipe_status warpipe_domain_close(warpipe_domain *domain);
-
 // Makes an event (cuEventCreate with CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING). It has
 // no name: warpipe_event_get_handle names it to other processes. options may be null.
 //
-// *event is the caller's, to be closed by warpipe_event_close.
+// *event is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_LIMIT_REACHED when the process has 4096; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
 //
 // Requires: options is null or the address of options, which name arrays of as many elements as they say;
 // event is the address of a pointer.
-warpipe_status warpipe_event_create(const warpipe_event_options *options, warpipe_event **event);
+warpipe_status warpipe_event_create(const warpipe_create_options *options, warpipe_event **event);
 
 // The text that names an event to other processes (cuIpcGetEventHandle), to be sent in any way.
 // It gives no right: the event's domain must admit the process that opens it.
@@ -1441,7 +1367,7 @@ warpipe_status warpipe_event_get_handle(const warpipe_event *event,
 // Opens an event by its handle (cuIpcOpenEventHandle), also in the process that made it.
 // device may be null: the first GPU, else the host.
 //
-// *event is the caller's, to be closed by warpipe_event_close.
+// *event is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_INVALID_INPUT for a text that is no handle of an event; WARPIPE_NOT_FOUND when the
 // event is closed or its exporter gone, or WARPIPE_PEER_GONE when it ends meanwhile;
@@ -1456,7 +1382,7 @@ warpipe_status warpipe_event_open(const char *event_handle,
 // Records the stream's work so far (cuEventRecord), and returns at once. Exporter and importers
 // may record; waits are for the last recording. The first recording of an opened event asks its
 // exporter, which may take a moment. *recording, which may be null, becomes the recording's
-// number, never 0, for warpipe_event_is_recording_complete.
+// number, never 0, for warpipe_event_query.
 //
 // WARPIPE_PEER_GONE when its exporter has died or closed it; WARPIPE_REFUSED when seven others
 // record it; WARPIPE_INVALID_INPUT for a stream of another device; WARPIPE_INVALID_STATE for a
@@ -1468,7 +1394,7 @@ warpipe_status warpipe_event_record(const warpipe_event *event, void *stream, ui
 
 // Makes the stream wait, on the device, for the event's last recording (cuStreamWaitEvent), and
 // returns at once. *recording, which may be null, becomes that recording's number: the stream's
-// later work is valid only if warpipe_event_is_recording_complete says so afterwards.
+// later work is valid only if warpipe_event_query says so afterwards.
 //
 // WARPIPE_INVALID_STATE when the event was never recorded, or for a stream that is being
 // captured; WARPIPE_DATA_LOST when the recorder is gone and its work was not done;
@@ -1477,33 +1403,23 @@ warpipe_status warpipe_event_record(const warpipe_event *event, void *stream, ui
 // Requires: stream is a stream of the event's device, recording null or the address of a number.
 warpipe_status warpipe_event_wait(const warpipe_event *event, void *stream, uint64_t *recording);
 
-// Whether the last recording is complete (cuEventQuery).
-//
-// WARPIPE_INVALID_STATE when the event was never recorded; WARPIPE_DATA_LOST when the recorder
-// is gone and its work was not done.
-//
-// Requires: is_complete is the address of a bool.
-warpipe_status warpipe_event_query(const warpipe_event *event, bool *is_complete);
-
 // Whether this recording, of warpipe_event_record or warpipe_event_wait on this event, is
-// complete; false if it may still be.
+// complete (cuEventQuery); with 0, whether the last one is. False if it may still be.
 //
 // WARPIPE_DATA_LOST: it never will be, and a stream's work behind its wait is not valid;
-// WARPIPE_INVALID_INPUT for a number that no recording has.
+// WARPIPE_INVALID_STATE when the event was never recorded; WARPIPE_INVALID_INPUT for a number
+// that no recording has.
 //
 // Requires: is_complete is the address of a bool.
-warpipe_status warpipe_event_is_recording_complete(const warpipe_event *event,
-                                                   uint64_t recording,
-                                                   bool *is_complete);
+warpipe_status warpipe_event_query(const warpipe_event *event,
+                                   uint64_t recording,
+                                   bool *is_complete);
 
 // Waits on the CPU, up to timeout_ns nanoseconds, until the last recording is complete
 // (cuEventSynchronize).
 //
 // WARPIPE_TIMEOUT; as warpipe_event_query.
 warpipe_status warpipe_event_synchronize(const warpipe_event *event, uint64_t timeout_ns);
-
-// Closes an event. Recordings that are enqueued still complete. Null is ignored.
-warpipe_status warpipe_event_close(warpipe_event *event);
 
 // The message of this thread's last error: the fact, and where there is one the next step. Empty
 // before the first error. A call that succeeds leaves it as it is. Valid until this thread's next
@@ -1524,11 +1440,7 @@ bool warpipe_error_peer_closed(void);
 // A static string.
 const char *warpipe_status_name(uint32_t status);
 
-// Closes a job's handle. The job continues, and warpipe_queue_next_result gives its result, if
-// that was not taken. Null is ignored.
-warpipe_status warpipe_job_close(warpipe_job *job);
-
-// The job's number in its queue, from 1.
+// The job's number in its queue, or the request's in its client, from 1.
 //
 // Requires: id is the address of a number.
 warpipe_status warpipe_job_get_id(const warpipe_job *job, uint64_t *id);
@@ -1540,8 +1452,9 @@ warpipe_status warpipe_job_get_id(const warpipe_job *job, uint64_t *id);
 // warpipe_sample_release_on.
 //
 // WARPIPE_JOB_FAILED, once: every attempt failed, or a worker rejected it; WARPIPE_TIMEOUT,
-// after which it can be waited for again; WARPIPE_NOT_FOUND when its outcome was taken, or the
-// job was cancelled; WARPIPE_INVALID_STATE when the queue is closed.
+// after which it can be waited for again, unless a request's deadline has passed, which
+// warpipe_job_is_done says; WARPIPE_NOT_FOUND when its outcome was taken, or the
+// job was cancelled; WARPIPE_INVALID_STATE when the queue or client is closed.
 //
 // Requires: stream is a stream of the queue's device, sample the address of a pointer.
 warpipe_status warpipe_job_wait(const warpipe_job *job,
@@ -1549,9 +1462,10 @@ warpipe_status warpipe_job_wait(const warpipe_job *job,
                                 uint64_t timeout_ns,
                                 warpipe_sample **sample);
 
-// Whether warpipe_job_wait would return at once: the outcome is there, or was taken.
+// Whether warpipe_job_wait would return at once: the outcome is there, or was taken, or the
+// deadline of a request has passed.
 //
-// WARPIPE_INVALID_STATE when the queue is closed.
+// WARPIPE_INVALID_STATE when the queue or client is closed.
 //
 // Requires: is_done is the address of a bool.
 warpipe_status warpipe_job_is_done(const warpipe_job *job, bool *is_done);
@@ -1559,7 +1473,7 @@ warpipe_status warpipe_job_is_done(const warpipe_job *job, bool *is_done);
 // Cancels the job: it is delivered no more, and the answer of a worker that has it is discarded.
 // *was_cancelled, which may be null, becomes false if its outcome was taken before.
 //
-// WARPIPE_INVALID_STATE when the queue is closed.
+// WARPIPE_INVALID_STATE when the queue or client is closed.
 //
 // Requires: was_cancelled is null or the address of a bool.
 warpipe_status warpipe_job_cancel(const warpipe_job *job, bool *was_cancelled);
@@ -1584,35 +1498,6 @@ warpipe_status warpipe_layout_contiguous(uint32_t dtype,
 // Requires: layout is the address of a layout.
 warpipe_status warpipe_layout_check(warpipe_layout *layout);
 
-// Describes a lease: its input's address, layout and metadata, and its job.
-//
-// Requires: info is the address of such a structure.
-warpipe_status warpipe_lease_get_info(const warpipe_lease *lease, warpipe_sample_info *info);
-
-// Makes another stream wait, on the device, until the input is complete: as
-// warpipe_sample_wait_on.
-//
-// WARPIPE_DATA_LOST when the submitter died before the input was complete;
-// WARPIPE_DEVICE_FAILED.
-//
-// Requires: stream is a stream of the worker's device.
-warpipe_status warpipe_lease_wait_on(const warpipe_lease *lease, void *stream);
-
-// Waits on the CPU until the input is complete. Device work needs no such wait.
-//
-// WARPIPE_DATA_LOST when the submitter died first; WARPIPE_TIMEOUT.
-warpipe_status warpipe_lease_wait(const warpipe_lease *lease, uint64_t timeout_ns);
-
-// Waits for the input and copies the whole slot, layout.bytes bytes, to memory of the host.
-//
-// WARPIPE_DATA_LOST; WARPIPE_TIMEOUT; WARPIPE_INVALID_INPUT unless bytes is that many.
-//
-// Requires: buffer is the address of bytes bytes that nothing else uses during the call.
-warpipe_status warpipe_lease_copy_to(const warpipe_lease *lease,
-                                     void *buffer,
-                                     size_t bytes,
-                                     uint64_t timeout_ns);
-
 // Lends memory of this process for the result, a tensor of this layout, with undefined contents.
 //
 // *loan is the caller's, to be closed by warpipe_lease_complete of this lease or
@@ -1626,9 +1511,8 @@ warpipe_status warpipe_lease_output(const warpipe_lease *lease,
                                     const warpipe_layout *layout,
                                     warpipe_loan **loan);
 
-// Completes the job, once the work enqueued on stream so far is done, and releases the input
-// behind that work. stream is the stream that the job was leased with, or was made to wait for
-// that one. loan is the result, a loan of warpipe_lease_output of this lease, which the work
+// Completes the job, once the work enqueued on stream so far is done. stream is the stream that
+// the job was leased with, or was made to wait for that one. loan is the result, a loan of warpipe_lease_output of this lease, which the work
 // on stream fills; or null, for none. Waits up to timeout_ns nanoseconds for the submitter to
 // release earlier results (WARPIPE_USUAL_TIMEOUT: as long as the worker's options say), but not
 // for the device.
@@ -1661,19 +1545,6 @@ warpipe_status warpipe_lease_reject(warpipe_lease *lease, const char *reason, ui
 // lease, or fails, as warpipe_lease_complete.
 warpipe_status warpipe_lease_requeue(warpipe_lease *lease, uint64_t timeout_ns);
 
-// Splits a lease's input off, for a caller that reads it beyond the answer. The lease stays the
-// caller's, to be answered or closed; calls that ask for its input say WARPIPE_INVALID_STATE.
-//
-// *sample is the caller's, to be closed by warpipe_sample_finish, warpipe_sample_release or
-// warpipe_sample_release_on: behind every stream with work that reads it.
-//
-// Requires: sample is the address of a pointer.
-warpipe_status warpipe_lease_split(warpipe_lease *lease, warpipe_sample **sample);
-
-// Closes a lease that was not answered, which is a failed attempt: another worker tries. While
-// another thread is in a call on it, it ends when that call returns. Null is ignored.
-warpipe_status warpipe_lease_close(warpipe_lease *lease);
-
 // A handle for bytes bytes at the device address data, which may lie anywhere in an allocation
 // of cudaMalloc (cuMemAlloc): cuIpcGetMemHandle, with the facts that the driver's 64 bytes
 // do not include. A process of the same machine and user opens it with warpipe_legacy_open.
@@ -1705,7 +1576,7 @@ warpipe_status warpipe_legacy_export(const warpipe_device *device,
 // the first GPU, else the host; it may be another GPU than the owner if the two have peer access.
 // Does not wait.
 //
-// *memory is the caller's, to be closed by warpipe_memory_close or warpipe_legacy_close. It
+// *memory is the caller's, to be closed by warpipe_close or warpipe_legacy_close. It
 // may be read and written, by work on streams that warpipe_memory_used_on was called with.
 //
 // WARPIPE_PEER_GONE when the exporter is dead; WARPIPE_NOT_FOUND when it has freed the memory;
@@ -1720,7 +1591,7 @@ warpipe_status warpipe_legacy_open(const char *legacy_handle,
 
 // Waits, at most timeout_ns nanoseconds, until the streams that the memory was used on are past
 // their work, and closes it (cuIpcCloseMemHandle, if it is the last one of its allocation).
-// Closes memory. warpipe_memory_close does the same later, without waiting: this is for an
+// Closes memory. warpipe_close does the same later, without waiting: this is for an
 // exporter that waits to free the memory.
 //
 // WARPIPE_TIMEOUT when a stream is not done: it is closed when it is. WARPIPE_INVALID_STATE
@@ -1766,11 +1637,6 @@ warpipe_status warpipe_loan_send(warpipe_loan *loan,
                                  uint64_t timeout_ns,
                                  uint64_t *sequence);
 
-// Returns a loan unused, behind the work of the streams that it was written on or passed with.
-// Null is ignored. If the caller's own kernels may be writing it, call warpipe_loan_discard with
-// their stream instead.
-warpipe_status warpipe_loan_close(warpipe_loan *loan);
-
 // Returns a loan unused, once the work enqueued on stream so far is done. Closes loan, also
 // when the driver fails.
 //
@@ -1781,7 +1647,7 @@ warpipe_status warpipe_loan_discard(warpipe_loan *loan, void *stream);
 // the member is closed or the process ends. A process may be several members. options may be
 // null.
 //
-// *member is the caller's, to be closed by warpipe_member_close.
+// *member is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NAME_CONFLICT while a living process has the name; WARPIPE_INVALID_INPUT, also for
 // the role; WARPIPE_SYSTEM.
@@ -1792,19 +1658,11 @@ warpipe_status warpipe_member_create(const char *name,
                                      const warpipe_member_options *options,
                                      warpipe_member **member);
 
-// This incarnation of a member, as its warpipe_member_info shows it: 16 bytes.
-//
-// Requires: generation is the address of 16 bytes.
-warpipe_status warpipe_member_get_generation(const warpipe_member *member, uint8_t *generation);
-
-// Leaves the domain. Null is ignored.
-warpipe_status warpipe_member_close(warpipe_member *member);
-
 // Watches the members of a domain (inotify(7)), on two threads of the library. Waits until the
 // present ones have answered, at most a second for those that do not. options may be null. A
 // watch is no member.
 //
-// *members is the caller's, to be closed by warpipe_members_close.
+// *members is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_SYSTEM; WARPIPE_LIMIT_REACHED when there is no watch, thread or descriptor left.
 //
@@ -1839,14 +1697,11 @@ warpipe_status warpipe_members_next_change(const warpipe_members *members,
 // Requires: fd is the address of a number.
 warpipe_status warpipe_members_get_fd(const warpipe_members *members, int32_t *fd);
 
-// Ends the watch. Null is ignored.
-warpipe_status warpipe_members_close(warpipe_members *members);
-
 // Allocates bytes bytes that can be given to other processes, zeroed: in all a multiple of the
 // device's unit, 2 MiB on CUDA as a rule, a page on the host (cuMemCreate, cuMemMap). device
 // may be null: the first GPU, else the host.
 //
-// *memory is the caller's, to be closed by warpipe_memory_close. The memory lives as long as
+// *memory is the caller's, to be closed by warpipe_close. The memory lives as long as
 // any process has it open.
 //
 // WARPIPE_LIMIT_REACHED when the device has no room; WARPIPE_INVALID_INPUT for 0 bytes;
@@ -1914,7 +1769,7 @@ warpipe_status warpipe_memory_export_fd(const warpipe_memory *memory, int32_t *f
 // GPU, else the host. The descriptor's type and size are checked. It stays the caller's, and may
 // be closed afterwards.
 //
-// *memory is the caller's, to be closed by warpipe_memory_close.
+// *memory is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_DEVICE_FAILED: another descriptor, another size, or memory that the device cannot
 // reach; WARPIPE_INVALID_INPUT: no descriptor, no access, or more bytes than are mapped;
@@ -1955,10 +1810,12 @@ warpipe_status warpipe_memory_lend(const warpipe_memory *memory,
 // Requires: stream is a stream of the memory's device.
 warpipe_status warpipe_memory_free_on(warpipe_memory *memory, void *stream);
 
-// Closes memory, once the streams that it was used on are past their work; does not wait. Memory
-// that other processes have open, or that is published, stays theirs. A block returns to its pool.
-// Null is ignored.
-warpipe_status warpipe_memory_close(warpipe_memory *memory);
+// Closes an object of any type, once; a type says what that ends. It may be called while another
+// thread is in a call on the object, which ends when that call returns. Null is ignored.
+//
+// WARPIPE_INVALID_OBJECT for a pointer that is closed, was consumed by a call, or is no object of
+// this library: nothing is read there.
+warpipe_status warpipe_close(void *object);
 
 // Lends memory for several tensors, which warpipe_loan_send sends as one sample: parts has the
 // names and layouts of count of them. Each begins at a multiple of 256 bytes; the loan's own
@@ -2050,7 +1907,7 @@ warpipe_status warpipe_sample_list_parts(const warpipe_sample *sample,
 // Makes a pool of name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /). options
 // may be null.
 //
-// *pool is the caller's, to be closed by warpipe_pool_close.
+// *pool is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
 // WARPIPE_LIMIT_REACHED for a reserve above the limit, or when the device has no room;
@@ -2066,7 +1923,7 @@ warpipe_status warpipe_pool_create(const char *name,
 // other blocks to be freed. Its contents are what this user left there, or zeros.
 //
 // *memory is the caller's, to be closed by warpipe_memory_free_on, behind a stream's work, or
-// warpipe_memory_close: the block is used again when the streams that it was used on are past
+// warpipe_close: the block is used again when the streams that it was used on are past
 // it, and all processes that opened it have closed it, too. It stays valid when the pool is
 // closed.
 //
@@ -2104,14 +1961,10 @@ warpipe_status warpipe_pool_get_usage(const warpipe_pool *pool,
 // Requires: stats is the address of such a structure.
 warpipe_status warpipe_pool_get_stats(const warpipe_pool *pool, warpipe_pool_stats *stats);
 
-// Closes a pool: its name is released, and clients get no more memory. Blocks in use stay valid
-// until they are closed. Null is ignored.
-warpipe_status warpipe_pool_close(warpipe_pool *pool);
-
 // Connects to the pool of this name in another process, to allocate from its memory. options may
 // be null. A block that its owner lends needs no client: warpipe_ticket_open.
 //
-// *client is the caller's, to be closed by warpipe_pool_client_close.
+// *client is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_REFUSED, also for a device
 // that cannot reach its memory; WARPIPE_NAME_CONFLICT when something else has the name;
@@ -2127,7 +1980,7 @@ warpipe_status warpipe_pool_client_open(const char *name,
 // had it.
 //
 // *memory is the caller's, to be closed by warpipe_memory_free_on, behind a stream's work, or
-// warpipe_memory_close: then, or when this process has died, the block returns to its owner. It
+// warpipe_close: then, or when this process has died, the block returns to its owner. It
 // stays valid when its owner closes the pool, or dies.
 //
 // WARPIPE_LIMIT_REACHED when the blocks in use, or this user's quota, leave no room, or the
@@ -2141,18 +1994,10 @@ warpipe_status warpipe_pool_client_allocate(const warpipe_pool_client *client,
                                             uint64_t timeout_ns,
                                             warpipe_memory **memory);
 
-// Whether the owner has closed the pool or has died: its blocks stay valid then.
-//
-// Requires: is_gone is the address of a bool.
-warpipe_status warpipe_pool_client_is_owner_gone(const warpipe_pool_client *client, bool *is_gone);
-
-// Closes a client of a pool. Its blocks stay valid until they are closed. Null is ignored.
-warpipe_status warpipe_pool_client_close(warpipe_pool_client *client);
-
 // Makes a queue of name (as a publisher's), and begins to accept workers.
 // options may be null.
 //
-// *queue is the caller's, to be closed by warpipe_queue_close.
+// *queue is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
 // WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
@@ -2161,11 +2006,6 @@ warpipe_status warpipe_pool_client_close(warpipe_pool_client *client);
 warpipe_status warpipe_queue_create(const char *name,
                                     const warpipe_queue_options *options,
                                     warpipe_queue **queue);
-
-// Closes a queue: its jobs end without an outcome, and its workers get WARPIPE_PEER_GONE.
-// Results that were taken stay usable; a job's handle says WARPIPE_INVALID_STATE. While another
-// thread is in a call on it, it ends when that call returns. Null is ignored.
-warpipe_status warpipe_queue_close(warpipe_queue *queue);
 
 // Lends memory for the input of a job, a tensor of this layout, with undefined contents.
 //
@@ -2183,7 +2023,7 @@ warpipe_status warpipe_queue_loan(const warpipe_queue *queue,
 // timeout_ns nanoseconds for room (WARPIPE_USUAL_TIMEOUT: as long as the queue's options say),
 // but neither for a worker nor for the device.
 //
-// *job is the caller's, to be closed by warpipe_job_close. job may be null: then
+// *job is the caller's, to be closed by warpipe_close. job may be null: then
 // warpipe_queue_next_result gives the result.
 //
 // Closes loan when it succeeds, and also when the driver fails after a worker has seen the job
@@ -2199,21 +2039,6 @@ warpipe_status warpipe_queue_submit(const warpipe_queue *queue,
                                     void *stream,
                                     uint64_t timeout_ns,
                                     warpipe_job **job);
-
-// Loans, copies from memory of the host and submits, in one call. The source may be reused when
-// the call returns.
-//
-// layout may be null: then the input is a tensor of bytes bytes (WARPIPE_UINT8). job is as
-// for warpipe_queue_submit. Fails as warpipe_queue_loan and warpipe_queue_submit.
-//
-// Requires: data is the address of bytes bytes; stream is a stream of the queue's device; layout is
-// null or the address of a layout, job null or that of a pointer.
-warpipe_status warpipe_queue_submit_host(const warpipe_queue *queue,
-                                         void *stream,
-                                         const warpipe_layout *layout,
-                                         const void *data,
-                                         size_t bytes,
-                                         warpipe_job **job);
 
 // Waits for the next result, in the order of the queue's options, of a job that
 // warpipe_job_wait has not taken: up to timeout_ns nanoseconds; 0 takes one that is there. The
@@ -2248,7 +2073,7 @@ warpipe_status warpipe_queue_drain(const warpipe_queue *queue, uint64_t timeout_
 
 // Takes no more jobs, and waits until every job has its outcome. Then, also after a timeout here,
 // the queue's name is free, and its workers get WARPIPE_PEER_GONE. The outcomes stay to be taken
-// until warpipe_queue_close.
+// until warpipe_close.
 //
 // WARPIPE_TIMEOUT; the queue takes no more jobs all the same.
 warpipe_status warpipe_queue_shutdown(const warpipe_queue *queue, uint64_t timeout_ns);
@@ -2316,7 +2141,7 @@ warpipe_status warpipe_sample_finish(warpipe_sample *sample, uint64_t timeout_ns
 
 // Releases a sample behind the work of the stream that it was received with, without waiting.
 // Closes sample. *receipt says later whether the data was complete; it is the caller's, to be
-// closed by warpipe_receipt_close. receipt may be null: then a lost sample goes unnoticed.
+// closed by warpipe_close. receipt may be null: then a lost sample goes unnoticed.
 //
 // WARPIPE_DEVICE_FAILED when the release could not be enqueued: the slot returns later.
 //
@@ -2336,13 +2161,10 @@ warpipe_status warpipe_sample_release_on(warpipe_sample *sample,
 // WARPIPE_DATA_LOST: it was not; WARPIPE_TIMEOUT.
 warpipe_status warpipe_receipt_wait(const warpipe_receipt *receipt, uint64_t timeout_ns);
 
-// Closes a receipt. Null is ignored.
-warpipe_status warpipe_receipt_close(warpipe_receipt *receipt);
-
 // Makes a semaphore of name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /), with
-// all permits free. options may be null.
+// this number of permits, 1 to 1024, all free. options may be null.
 //
-// *semaphore is the caller's, to be closed by warpipe_semaphore_close.
+// *semaphore is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
 // WARPIPE_INVALID_INPUT, also for the number of permits; WARPIPE_SYSTEM;
@@ -2351,12 +2173,13 @@ warpipe_status warpipe_receipt_close(warpipe_receipt *receipt);
 // Requires: name is a text, options null or the address of options, which name arrays of as many
 // elements as they say; semaphore is the address of a pointer.
 warpipe_status warpipe_semaphore_create(const char *name,
-                                        const warpipe_semaphore_options *options,
+                                        uint32_t permits,
+                                        const warpipe_create_options *options,
                                         warpipe_semaphore **semaphore);
 
 // Opens the semaphore of this name, of any process, including this one. options may be null.
 //
-// *semaphore is the caller's, to be closed by warpipe_semaphore_close.
+// *semaphore is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_REFUSED, also for another
 // kind of device; WARPIPE_NAME_CONFLICT when something else has the name;
@@ -2372,7 +2195,7 @@ warpipe_status warpipe_semaphore_open(const char *name,
 // it takes a permit that is free and that no thread waits for.
 //
 // *permit is the caller's, to be closed by warpipe_permit_release,
-// warpipe_permit_release_now or warpipe_permit_close.
+// warpipe_permit_release_now or warpipe_close.
 //
 // WARPIPE_TIMEOUT; WARPIPE_PEER_GONE when the semaphore's maker is gone;
 // WARPIPE_INVALID_INPUT for a stream of another device; WARPIPE_INVALID_STATE for a stream
@@ -2398,17 +2221,13 @@ warpipe_status warpipe_semaphore_acquire_host(const warpipe_semaphore *semaphore
 warpipe_status warpipe_semaphore_get_info(const warpipe_semaphore *semaphore,
                                           warpipe_semaphore_info *info);
 
-// Closes a semaphore. That of its maker ends when its permits are closed, too, and their streams
-// are past their work: waits end with WARPIPE_PEER_GONE then. Null is ignored.
-warpipe_status warpipe_semaphore_close(warpipe_semaphore *semaphore);
-
 // Releases a permit behind the stream's work so far (cuStreamWriteValue64), and returns at once:
 // the next holder gets it now, and its stream waits for that work. stream may be another one
 // than the permit was acquired on; the caller orders work on further streams before it. Closes
 // permit, whatever the result.
 //
 // WARPIPE_INVALID_INPUT for a stream of another device, WARPIPE_INVALID_STATE for one that is
-// being captured: the permit is released as by warpipe_permit_close. WARPIPE_DEVICE_FAILED:
+// being captured: the permit is released as by warpipe_close. WARPIPE_DEVICE_FAILED:
 // the next holder gets it when the stream's work is known to be done.
 //
 // Requires: stream is a stream of the semaphore's device.
@@ -2418,14 +2237,10 @@ warpipe_status warpipe_permit_release(warpipe_permit *permit, void *stream);
 // permit.
 warpipe_status warpipe_permit_release_now(warpipe_permit *permit);
 
-// Releases a permit behind the work of the stream that it was acquired on, or at once if it was
-// acquired on the CPU. Null is ignored.
-warpipe_status warpipe_permit_close(warpipe_permit *permit);
-
 // Makes a client of service (a name as a publisher's, of at most 40 bytes). No server needs to
 // exist yet. options may be null.
 //
-// *client is the caller's, to be closed by warpipe_client_close.
+// *client is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
 //
@@ -2434,13 +2249,9 @@ warpipe_status warpipe_client_create(const char *service,
                                      const warpipe_client_options *options,
                                      warpipe_client **client);
 
-// Closes a client: its requests are withdrawn. Replies that were taken stay usable. While another
-// thread is in a call on it, it ends when that call returns. Null is ignored.
-warpipe_status warpipe_client_close(warpipe_client *client);
-
 // Lends memory for a request, a tensor of this layout, with undefined contents.
 //
-// *loan is the caller's, to be closed by warpipe_client_call, warpipe_client_request or
+// *loan is the caller's, to be closed by warpipe_client_request or
 // warpipe_loan_discard.
 //
 // WARPIPE_LIMIT_REACHED when the memory limit is in use for longer than the loan's timeout, or
@@ -2451,28 +2262,11 @@ warpipe_status warpipe_client_loan(const warpipe_client *client,
                                    const warpipe_layout *layout,
                                    warpipe_loan **loan);
 
-// Sends a loan of this client as a request, behind the work enqueued on stream so far, and waits
-// for the reply: deadline_ns nanoseconds from now at most, after which no server begins it. The
-// reply is complete: work on stream may read it at once.
-//
-// *reply is the caller's, to be closed by warpipe_sample_finish, warpipe_sample_release or
-// warpipe_sample_release_on.
-//
-// Closes loan once the request is sent; until then it fails as warpipe_client_request, and the
-// loan stays the caller's. Then WARPIPE_TIMEOUT when the deadline has passed;
-// WARPIPE_JOB_FAILED when a server rejected it or every attempt failed.
-//
-// Requires: stream is a stream of the client's device, reply the address of a pointer.
-warpipe_status warpipe_client_call(const warpipe_client *client,
-                                   warpipe_loan *loan,
-                                   void *stream,
-                                   uint64_t deadline_ns,
-                                   warpipe_sample **reply);
-
 // Sends a loan of this client as a request, behind the work enqueued on stream so far. The reply
-// is wanted within deadline_ns nanoseconds from now; no server begins the request later.
+// is wanted within deadline_ns nanoseconds from now; no server begins the request later, and
+// waits for its reply end then.
 //
-// *pending is the caller's, to be closed by warpipe_pending_close.
+// *request is the caller's, to be closed by warpipe_close: warpipe_job_wait gives the reply.
 //
 // Closes loan when it succeeds, and also when the driver fails after a server has seen the
 // request (WARPIPE_DEVICE_FAILED). Else the loan stays the caller's: WARPIPE_LIMIT_REACHED
@@ -2480,12 +2274,12 @@ warpipe_status warpipe_client_call(const warpipe_client *client,
 // or a stream of another device; WARPIPE_INVALID_STATE for a publisher's loan, or a stream that
 // is being captured.
 //
-// Requires: stream is a stream of the client's device, pending the address of a pointer.
+// Requires: stream is a stream of the client's device, request the address of a pointer.
 warpipe_status warpipe_client_request(const warpipe_client *client,
                                       warpipe_loan *loan,
                                       void *stream,
                                       uint64_t deadline_ns,
-                                      warpipe_pending **pending);
+                                      warpipe_job **request);
 
 // Waits until count servers are attached. A server attaches to a new client while it is in
 // warpipe_server_accept.
@@ -2503,39 +2297,10 @@ warpipe_status warpipe_client_get_state(const warpipe_client *client,
                                         int32_t *servers,
                                         size_t capacity);
 
-// Waits for the reply, up to timeout_ns nanoseconds and until the deadline at most; 0 takes it
-// if it is there. It is complete: work on stream may read it at once. The request's handle stays
-// the caller's.
-//
-// *reply is the caller's, to be closed by warpipe_sample_finish, warpipe_sample_release or
-// warpipe_sample_release_on.
-//
-// WARPIPE_TIMEOUT; warpipe_pending_is_done says whether the deadline has passed;
-// WARPIPE_JOB_FAILED, once, when a server rejected it or every attempt failed;
-// WARPIPE_NOT_FOUND when the reply was taken; WARPIPE_INVALID_STATE when the client is closed.
-//
-// Requires: stream is a stream of the client's device, reply the address of a pointer.
-warpipe_status warpipe_pending_wait(const warpipe_pending *pending,
-                                    void *stream,
-                                    uint64_t timeout_ns,
-                                    warpipe_sample **reply);
-
-// Whether warpipe_pending_wait would return at once: the reply is there, or was taken, or the
-// deadline has passed.
-//
-// WARPIPE_INVALID_STATE when the client is closed.
-//
-// Requires: is_done is the address of a bool.
-warpipe_status warpipe_pending_is_done(const warpipe_pending *pending, bool *is_done);
-
-// Closes a request's handle, and withdraws the request if its reply was not taken. Null is
-// ignored.
-warpipe_status warpipe_pending_close(warpipe_pending *pending);
-
 // Makes a server of service (a name as a publisher's, of at most 40 bytes). No client needs to
 // exist yet. options may be null.
 //
-// *server is the caller's, to be closed by warpipe_server_close.
+// *server is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
 //
@@ -2544,26 +2309,20 @@ warpipe_status warpipe_server_create(const char *service,
                                      const warpipe_server_options *options,
                                      warpipe_server **server);
 
-// Closes a server: requests that it was sent and has not accepted go to other servers. Its leases
-// can still be answered. While another thread is in a call on it, it ends when that call returns.
-// Null is ignored.
-warpipe_status warpipe_server_close(warpipe_server *server);
-
 // Waits for the next request of any client, up to timeout_ns nanoseconds; 0 takes one that is
-// there. Clients are served in turn, and one that goes affects no other. stream will wait, on
-// the device, until the input is complete: kernels enqueued on it read complete data.
-//
-// *lease is the caller's, to be closed by its answer or warpipe_lease_close.
+// there. Clients are served in turn, and one that goes affects no other. stream, *lease and
+// *input are as for warpipe_worker_lease.
 //
 // WARPIPE_TIMEOUT; WARPIPE_SYSTEM when the domain's directory cannot be read;
 // WARPIPE_INVALID_STATE for a stream that is being captured, or while another thread accepts;
 // WARPIPE_DEVICE_FAILED.
 //
-// Requires: stream is a stream of the server's device, lease the address of a pointer.
+// Requires: stream is a stream of the server's device, lease and input addresses of pointers.
 warpipe_status warpipe_server_accept(warpipe_server *server,
                                      void *stream,
                                      uint64_t timeout_ns,
-                                     warpipe_lease **lease);
+                                     warpipe_lease **lease,
+                                     warpipe_sample **input);
 
 // A descriptor for poll(2) and epoll(7): readable when warpipe_server_accept with a timeout
 // of 0 is worth a call, and once a second for a look at new clients. Accept until it says
@@ -2576,7 +2335,7 @@ warpipe_status warpipe_server_get_fd(const warpipe_server *server, int32_t *fd);
 // /), so that tickets of it can be opened. options may be null. The memory may be closed
 // before its publication.
 //
-// *published is the caller's, to be closed by warpipe_published_close.
+// *published is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_INVALID_STATE unless the memory is of warpipe_memory_allocate;
 // WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
@@ -2588,37 +2347,25 @@ warpipe_status warpipe_memory_publish(const warpipe_memory *memory,
                                       const warpipe_publish_options *options,
                                       warpipe_published **published);
 
-// A ticket for all of the memory, valid until the publication is closed: a text of some hundred
-// letters, digits, colons and hyphens, to be sent in any way. It is no secret and gives no right:
-// the owner checks each client's credentials.
+// A ticket for the bytes bytes from byte offset on, or for all of them from there where bytes
+// is 0, valid until the publication is closed: a text of some hundred letters, digits, colons and
+// hyphens, to be sent in any way. It is no secret and gives no right: the owner checks each
+// client's credentials. A process that opens it reaches no other bytes through this library, but
+// maps all of the memory.
 //
 // The text is written to buffer with a zero at its end. *length becomes its length without
 // that, also if the buffer is too short; length may be null.
 //
-// WARPIPE_INVALID_INPUT: capacity is too small, or the domain's path is not UTF-8.
+// WARPIPE_INVALID_INPUT: a range that does not lie inside, capacity is too small, or the
+// domain's path is not UTF-8.
 //
 // Requires: buffer is the address of capacity bytes, length null or that of a number.
 warpipe_status warpipe_published_get_ticket(const warpipe_published *published,
+                                            uint64_t offset,
+                                            uint64_t bytes,
                                             char *buffer,
                                             size_t capacity,
                                             size_t *length);
-
-// As warpipe_published_get_ticket, for the bytes bytes from byte offset on. A process that
-// opens it reaches no other bytes through this library, but maps all of the memory.
-//
-// WARPIPE_INVALID_INPUT also for a range that does not lie inside.
-//
-// Requires: as for warpipe_published_get_ticket.
-warpipe_status warpipe_published_get_ticket_of(const warpipe_published *published,
-                                               uint64_t offset,
-                                               uint64_t bytes,
-                                               char *buffer,
-                                               size_t capacity,
-                                               size_t *length);
-
-// Releases the name of published memory: no further process opens it, and those that have it open
-// keep it. Null is ignored.
-warpipe_status warpipe_published_close(warpipe_published *published);
 
 // A ticket for the memory that will be published under name, now or later, by any process of
 // this user. domain may be null. The text is written as by warpipe_published_get_ticket.
@@ -2637,7 +2384,7 @@ warpipe_status warpipe_ticket_for(const warpipe_domain *domain,
 // timeout_ns nanoseconds for memory of warpipe_ticket_for that is not published yet. White
 // space around the text is ignored.
 //
-// *memory is the caller's, to be closed by warpipe_memory_close. It stays valid when its owner
+// *memory is the caller's, to be closed by warpipe_close. It stays valid when its owner
 // closes it or dies; a block returns to its pool then.
 //
 // WARPIPE_NOT_FOUND: not published yet, or the owner is gone or has released the memory;
@@ -2652,33 +2399,11 @@ warpipe_status warpipe_ticket_open(const char *ticket,
                                    uint64_t timeout_ns,
                                    warpipe_memory **memory);
 
-// Writes a ticket to a file of mode 0600, in one piece (rename(2)): a reader finds all of it, or
-// the previous file.
-//
-// WARPIPE_INVALID_INPUT: no ticket; WARPIPE_SYSTEM; WARPIPE_LIMIT_REACHED.
-//
-// Requires: ticket and path are texts.
-warpipe_status warpipe_ticket_write_file(const char *ticket, const char *path);
-
-// Reads a ticket from a file, and waits up to timeout_ns nanoseconds for the file to appear
-// (inotify(7)). Its directory must exist. The text is written as by
-// warpipe_published_get_ticket.
-//
-// WARPIPE_TIMEOUT: there is no such file; WARPIPE_INVALID_INPUT: it holds no ticket, or
-// capacity is too small; WARPIPE_SYSTEM.
-//
-// Requires: path is a text, buffer the address of capacity bytes, length null or that of a number.
-warpipe_status warpipe_ticket_read_file(const char *path,
-                                        uint64_t timeout_ns,
-                                        char *buffer,
-                                        size_t capacity,
-                                        size_t *length);
-
 // Makes a timeline of name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /) at 0,
 // which this process signals and up to 256 processes may open, 128 of them of each other user.
 // options may be null.
 //
-// *timeline is the caller's, to be closed by warpipe_timeline_close.
+// *timeline is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
 // WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
@@ -2686,13 +2411,13 @@ warpipe_status warpipe_ticket_read_file(const char *path,
 // Requires: name is a text, options null or the address of options, which name arrays of as many
 // elements as they say; timeline is the address of a pointer.
 warpipe_status warpipe_timeline_create(const char *name,
-                                       const warpipe_timeline_options *options,
+                                       const warpipe_create_options *options,
                                        warpipe_timeline **timeline);
 
 // Opens the timeline of this name, of any process, including this one. It can be waited for, and
 // not signalled. options may be null.
 //
-// *timeline is the caller's, to be closed by warpipe_timeline_close.
+// *timeline is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_REFUSED;
 // WARPIPE_LIMIT_REACHED; WARPIPE_NAME_CONFLICT when something else has the name;
@@ -2762,10 +2487,6 @@ warpipe_status warpipe_timeline_is_reached(const warpipe_timeline *timeline,
 // Requires: value is the address of a number.
 warpipe_status warpipe_timeline_get_value(const warpipe_timeline *timeline, uint64_t *value);
 
-// Closes a timeline. That of its maker ends: signals that are enqueued are still given, and waits
-// for later values end with WARPIPE_PEER_GONE. Null is ignored.
-warpipe_status warpipe_timeline_close(warpipe_timeline *timeline);
-
 // The library's version, for example "0.1.0". A static string.
 const char *warpipe_version(void);
 
@@ -2780,7 +2501,7 @@ warpipe_status warpipe_check_version(uint32_t major, uint32_t minor);
 // Makes a watch of a queue: its descriptor is readable when a job has changed, and once more when
 // the queue ends. It may be readable without a change.
 //
-// *watch is the caller's, to be closed by warpipe_watch_close.
+// *watch is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_SYSTEM; WARPIPE_LIMIT_REACHED without a descriptor left.
 //
@@ -2793,8 +2514,8 @@ warpipe_status warpipe_queue_watch(const warpipe_queue *queue, warpipe_watch **w
 warpipe_status warpipe_client_watch(const warpipe_client *client, warpipe_watch **watch);
 
 // The descriptor for poll(2) and epoll(7). When it is readable, call warpipe_watch_quiet and
-// then, with a timeout of 0, warpipe_queue_next_result, warpipe_job_wait or
-// warpipe_pending_wait, in this order. It is the watch's, and ends with it.
+// then, with a timeout of 0, warpipe_queue_next_result or warpipe_job_wait,
+// in this order. It is the watch's, and ends with it.
 //
 // Requires: fd is the address of a number.
 warpipe_status warpipe_watch_get_fd(const warpipe_watch *watch, int32_t *fd);
@@ -2802,12 +2523,9 @@ warpipe_status warpipe_watch_get_fd(const warpipe_watch *watch, int32_t *fd);
 // Makes the descriptor unreadable until the next change.
 warpipe_status warpipe_watch_quiet(const warpipe_watch *watch);
 
-// Closes a watch, and its descriptor. Null is ignored.
-warpipe_status warpipe_watch_close(warpipe_watch *watch);
-
 // Attaches to the queue of this name. options may be null.
 //
-// *worker is the caller's, to be closed by warpipe_worker_close.
+// *worker is the caller's, to be closed by warpipe_close.
 //
 // WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_NAME_CONFLICT when the name
 // is no queue's; WARPIPE_REFUSED; WARPIPE_LIMIT_REACHED; WARPIPE_PROTOCOL for another
@@ -2818,26 +2536,24 @@ warpipe_status warpipe_worker_open(const char *queue,
                                    const warpipe_worker_options *options,
                                    warpipe_worker **worker);
 
-// Closes a worker: jobs that it was given and has not leased go to other workers, at no cost of an
-// attempt. Its leases can still be answered. While another thread is in a call on it, it ends when
-// that call returns. Null is ignored.
-warpipe_status warpipe_worker_close(warpipe_worker *worker);
-
 // Waits for the next job, up to timeout_ns nanoseconds; 0 takes one that is there. stream will
 // wait, on the device, until the input is complete: kernels enqueued on it read complete data.
 //
-// *lease is the caller's, to be closed by its answer or warpipe_lease_close.
+// *lease, the answer, is the caller's, to be closed by warpipe_lease_complete and its like or
+// warpipe_close; so is *input, by warpipe_sample_release_on and its like, behind every stream
+// with work that reads it, before the answer or after.
 //
 // WARPIPE_TIMEOUT; WARPIPE_PEER_GONE when the queue has: then a worker's loop is done;
 // WARPIPE_LINK_CLOSED when the queue, which lives, has ended this worker's link;
 // WARPIPE_INVALID_STATE for a stream that is being captured, or while another thread leases;
 // WARPIPE_DEVICE_FAILED.
 //
-// Requires: stream is a stream of the worker's device, lease the address of a pointer.
+// Requires: stream is a stream of the worker's device, lease and input addresses of pointers.
 warpipe_status warpipe_worker_lease(warpipe_worker *worker,
                                     void *stream,
                                     uint64_t timeout_ns,
-                                    warpipe_lease **lease);
+                                    warpipe_lease **lease,
+                                    warpipe_sample **input);
 
 // A descriptor for poll(2) and epoll(7): readable when warpipe_worker_lease with a timeout
 // of 0 is worth a call. Lease until it says WARPIPE_TIMEOUT before waiting on it. It is the

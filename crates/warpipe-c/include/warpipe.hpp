@@ -192,14 +192,12 @@ using ServerOptions = Options<warpipe_server_options>;
 using PublishOptions = Options<warpipe_publish_options>;
 using PoolOptions = Options<warpipe_pool_options>;
 using OpenOptions = Options<warpipe_open_options>;
-using TimelineOptions = Options<warpipe_timeline_options>;
-using EventOptions = Options<warpipe_event_options>;
-using SemaphoreOptions = Options<warpipe_semaphore_options>;
+using CreateOptions = Options<warpipe_create_options>;
 using MemberOptions = Options<warpipe_member_options>;
 using MembersOptions = Options<warpipe_members_options>;
 
 // An object of warpipe.h, closed when this is destroyed.
-template <class T, warpipe_status (*Close)(T *)> class Object {
+template <class T> class Object {
 public:
   Object() noexcept = default;
   // Takes over an object.
@@ -223,7 +221,7 @@ public:
   explicit operator bool() const noexcept { return object_ != nullptr; }
 
   // Closes it, and throws what the destructor would ignore.
-  void close() { closed(Close(get())); }
+  void close() { closed(warpipe_close(get())); }
 
 protected:
   T **place() noexcept { return &object_; }
@@ -241,14 +239,14 @@ protected:
 private:
   void reset() noexcept {
     if (object_ != nullptr)
-      static_cast<void>(Close(release_handle()));
+      static_cast<void>(warpipe_close(release_handle()));
   }
 
   T *object_ = nullptr;
 };
 
 // A directory of names.
-class Domain : public Object<warpipe_domain, warpipe_domain_close> {
+class Domain : public Object<warpipe_domain> {
 public:
   // The environment's.
   Domain() { check(warpipe_domain_open(nullptr, place())); }
@@ -279,7 +277,7 @@ private:
 };
 
 // A GPU, or the host.
-class Device : public Object<warpipe_device, warpipe_device_close> {
+class Device : public Object<warpipe_device> {
 public:
   // The first GPU if there is one, else the host.
   Device() {
@@ -406,20 +404,13 @@ private:
 };
 
 // Says later whether the data of a released sample was complete.
-class Receipt : public Object<warpipe_receipt, warpipe_receipt_close> {
+class Receipt : public Object<warpipe_receipt> {
 public:
   using Object::Object;
 
   // Throws DataLost if it was not.
   void wait(Duration timeout) const { check(warpipe_receipt_wait(get(), nanoseconds(timeout))); }
 };
-
-namespace detail {
-inline warpipe_status release(warpipe_sample *sample) {
-  return sample == nullptr ? WARPIPE_OK : warpipe_sample_release(sample, nullptr);
-}
-inline warpipe_status discard(warpipe_loan *loan) { return warpipe_loan_close(loan); }
-} // namespace detail
 
 namespace detail {
 // The library calls it once, also when a call with it fails.
@@ -506,7 +497,7 @@ std::vector<Part> parts(Object *object, List list) {
 
 // A tensor in another process's memory, which this one may only read. Destroyed, it is released
 // behind the work of the stream that it was received with.
-class Sample : public Object<warpipe_sample, detail::release> {
+class Sample : public Object<warpipe_sample> {
 public:
   Sample() = default;
   explicit Sample(warpipe_sample *sample) : Object(sample) {
@@ -556,6 +547,11 @@ public:
     return copy;
   }
 
+  // Releases it without a receipt: one that another thread uses stays this one's.
+  void close() {
+    if (*this)
+      closed(warpipe_sample_release(get(), nullptr));
+  }
   // Waits until the data is complete, and releases it; throws DataLost if its sender died first.
   void finish(Duration timeout) {
     closed(warpipe_sample_finish(get(), nanoseconds(timeout)));
@@ -595,7 +591,7 @@ class Published;
 
 // Memory to fill, on a stream, and to send, to submit, or to answer with. Destroyed, it returns
 // behind the work of the stream of the last call that took both.
-class Loan : public Object<warpipe_loan, detail::discard> {
+class Loan : public Object<warpipe_loan> {
 public:
   Loan() = default;
   explicit Loan(warpipe_loan *loan) : Object(loan) { check(warpipe_loan_get_info(loan, &info_)); }
@@ -684,7 +680,7 @@ private:
 };
 
 // Hands tensors to any number of subscribers.
-class Publisher : public Object<warpipe_publisher, warpipe_publisher_close> {
+class Publisher : public Object<warpipe_publisher> {
 public:
   explicit Publisher(const std::string &name, const PublisherOptions &options = {}) {
     check(warpipe_publisher_create(name.c_str(), &options, place()));
@@ -719,7 +715,7 @@ public:
   template <class Owner>
   Loan loan_at(std::uint64_t data, const Layout &layout, Owner owner) const {
     warpipe_loan *loan = nullptr;
-    check(warpipe_publisher_loan_at(get(), data, layout.get(), detail::destroy<Owner>,
+    check(warpipe_publisher_loan_in(get(), nullptr, data, layout.get(), detail::destroy<Owner>,
                                     new Owner(std::move(owner)), &loan));
     return Loan(loan);
   }
@@ -790,7 +786,7 @@ private:
 };
 
 // Receives the tensors of one publisher.
-class Subscriber : public Object<warpipe_subscriber, warpipe_subscriber_close> {
+class Subscriber : public Object<warpipe_subscriber> {
 public:
   explicit Subscriber(const std::string &name, const SubscriberOptions &options = {}) {
     check(warpipe_subscriber_open(name.c_str(), &options, place()));
@@ -813,12 +809,14 @@ public:
     check(warpipe_subscriber_get_fd(get(), &fd));
     return fd;
   }
-  // Samples that the publisher's policy kept from this subscriber.
-  std::uint64_t dropped() const {
-    std::uint64_t dropped = 0;
-    check(warpipe_subscriber_get_dropped(get(), &dropped));
-    return dropped;
+  // The publisher, and how much of it was missed.
+  warpipe_publisher_info publisher() const {
+    warpipe_publisher_info info;
+    check(warpipe_subscriber_get_info(get(), &info));
+    return info;
   }
+  // Samples that the publisher's policy kept from this subscriber.
+  std::uint64_t dropped() const { return publisher().dropped; }
 };
 
 inline Samples::Iterator &Samples::Iterator::operator++() {
@@ -834,8 +832,9 @@ inline Samples::Iterator &Samples::Iterator::operator++() {
   return *this;
 }
 
-// The number of a submitted job, and the right to its result. Destroyed, it leaves the job as it is.
-class Job : public Object<warpipe_job, warpipe_job_close> {
+// The number of a submitted job, or of a request that was sent, and the right to its result.
+// Destroyed, it leaves a job as it is, and withdraws a request.
+class Job : public Object<warpipe_job> {
 public:
   using Object::Object;
 
@@ -862,7 +861,7 @@ public:
 };
 
 // A descriptor that is readable when results may have come, for an event loop.
-class Watch : public Object<warpipe_watch, warpipe_watch_close> {
+class Watch : public Object<warpipe_watch> {
 public:
   using Object::Object;
 
@@ -876,7 +875,7 @@ public:
 };
 
 // Hands jobs to workers, each to one, and gets each one's result once.
-class Queue : public Object<warpipe_queue, warpipe_queue_close> {
+class Queue : public Object<warpipe_queue> {
 public:
   explicit Queue(const std::string &name, const QueueOptions &options = {}) {
     check(warpipe_queue_create(name.c_str(), &options, place()));
@@ -923,34 +922,29 @@ public:
   }
 };
 
-// A job or a request that this process works on. Destroyed without an answer, it is a failed
-// attempt.
-class Lease : public Object<warpipe_lease, warpipe_lease_close> {
+// A job or a request that this process works on: its input, and the answer that it owes. Destroyed
+// without an answer, it is a failed attempt.
+class Lease : public Object<warpipe_lease> {
 public:
   Lease() = default;
-  explicit Lease(warpipe_lease *lease) : Object(lease) {
-    check(warpipe_lease_get_info(lease, &info_));
-  }
+  Lease(warpipe_lease *lease, warpipe_sample *input)
+      : Object(lease), input_(Sample(input)), info_(input_.sample.info()) {}
 
+  // The input, which is released after the answer.
+  const Sample &input() const & noexcept { return input_.sample; }
+  const Sample &input() const && = delete; // it ends with the object
   const warpipe_sample_info &info() const noexcept { return info_; }
   Layout layout() const { return Layout(info_.layout); }
   std::uint64_t job() const noexcept { return info_.job; }
   std::uint32_t attempt() const noexcept { return info_.attempt; }
-  // Valid as long as the object has its lease.
-  View<const std::uint8_t> metadata() const & {
-    return {*this ? info_.metadata : nullptr, *this ? info_.metadata_bytes : 0};
-  }
+  // Valid as long as the object has its input.
+  View<const std::uint8_t> metadata() const & { return input_.sample.metadata(); }
   View<const std::uint8_t> metadata() const && = delete; // it ends with the object
-  template <class T = void> const T *data() const noexcept {
-    return *this ? reinterpret_cast<const T *>(static_cast<std::uintptr_t>(info_.data)) : nullptr;
-  }
+  template <class T = void> const T *data() const noexcept { return input_.sample.data<T>(); }
 
-  void wait(Duration timeout) const { check(warpipe_lease_wait(get(), nanoseconds(timeout))); }
+  void wait(Duration timeout) const { input_.sample.wait(timeout); }
   template <class T> std::vector<T> to_vector(Duration timeout) const {
-    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
-    std::vector<T> copy(info_.layout.bytes / sizeof(T));
-    check(warpipe_lease_copy_to(get(), copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
-    return copy;
+    return input_.sample.to_vector<T>(timeout);
   }
 
   // Memory for the result.
@@ -960,47 +954,70 @@ public:
     return Loan(loan);
   }
   void complete(void *stream, Duration timeout = usual_timeout) {
-    check(warpipe_lease_complete(get(), nullptr, stream, nanoseconds(timeout)));
-    forget();
+    input_.behind = stream;
+    answered(warpipe_lease_complete(get(), nullptr, stream, nanoseconds(timeout)));
   }
   void complete(Loan &&output, void *stream, Duration timeout = usual_timeout) {
     if (!output)
       output.discard(stream); // throws: an empty loan is no answer without a result
+    // Whatever the result: work that is enqueued there reads the input.
+    input_.behind = stream;
     output.used(warpipe_lease_complete(get(), output.get(), stream, nanoseconds(timeout)));
-    forget();
+    answered(WARPIPE_OK);
   }
   // The attempt failed: the job is tried again, as often as the queue allows.
   void fail(const std::string &reason, Duration timeout = usual_timeout) {
-    check(warpipe_lease_fail(get(), reason.c_str(), nanoseconds(timeout)));
-    forget();
+    answered(warpipe_lease_fail(get(), reason.c_str(), nanoseconds(timeout)));
   }
   // The job cannot be done: it is not tried again.
   void reject(const std::string &reason, Duration timeout = usual_timeout) {
-    check(warpipe_lease_reject(get(), reason.c_str(), nanoseconds(timeout)));
-    forget();
+    answered(warpipe_lease_reject(get(), reason.c_str(), nanoseconds(timeout)));
   }
   // Gives the job back, without counting an attempt.
   void requeue(Duration timeout = usual_timeout) {
-    check(warpipe_lease_requeue(get(), nanoseconds(timeout)));
-    forget();
+    answered(warpipe_lease_requeue(get(), nanoseconds(timeout)));
   }
   // The input, for work that needs it beyond the answer. The lease keeps the answer.
   Sample split() {
-    warpipe_sample *sample = nullptr;
-    check(warpipe_lease_split(get(), &sample));
     // The sample alone keeps these valid from now on.
     info_.data = info_.slot = 0;
     info_.metadata = nullptr;
     info_.metadata_bytes = 0;
-    return Sample(sample);
+    return std::exchange(input_, Input()).sample;
   }
 
 private:
+  // A sample that is released behind the stream of the last answer that was tried.
+  struct Input {
+    Input() = default;
+    explicit Input(Sample received) noexcept : sample(std::move(received)) {}
+    Input(Input &&other) = default;
+    Input &operator=(Input &&other) noexcept {
+      std::swap(sample, other.sample);
+      std::swap(behind, other.behind);
+      return *this;
+    }
+    ~Input() {
+      if (behind && sample && warpipe_sample_release_on(sample.get(), *behind, nullptr) == WARPIPE_OK)
+        static_cast<void>(sample.release_handle());
+    }
+
+    Sample sample;
+    std::optional<void *> behind;
+  };
+
+  void answered(warpipe_status status) {
+    check(status);
+    forget();
+    const Input released = std::exchange(input_, Input());
+  }
+
+  Input input_;
   warpipe_sample_info info_{};
 };
 
 // Takes jobs of a queue.
-class Worker : public Object<warpipe_worker, warpipe_worker_close> {
+class Worker : public Object<warpipe_worker> {
 public:
   explicit Worker(const std::string &queue, const WorkerOptions &options = {}) {
     check(warpipe_worker_open(queue.c_str(), &options, place()));
@@ -1008,8 +1025,9 @@ public:
 
   Lease lease(void *stream, Duration timeout) {
     warpipe_lease *lease = nullptr;
-    check(warpipe_worker_lease(get(), stream, nanoseconds(timeout), &lease));
-    return Lease(lease);
+    warpipe_sample *input = nullptr;
+    check(warpipe_worker_lease(get(), stream, nanoseconds(timeout), &lease, &input));
+    return Lease(lease, input);
   }
   int fd() const {
     std::int32_t fd = -1;
@@ -1018,25 +1036,8 @@ public:
   }
 };
 
-// A request that was sent. Destroyed, it is withdrawn.
-class Pending : public Object<warpipe_pending, warpipe_pending_close> {
-public:
-  using Object::Object;
-
-  Sample wait(void *stream, Duration timeout) const {
-    warpipe_sample *reply = nullptr;
-    check(warpipe_pending_wait(get(), stream, nanoseconds(timeout), &reply));
-    return Sample(reply);
-  }
-  bool is_done() const {
-    bool done = false;
-    check(warpipe_pending_is_done(get(), &done));
-    return done;
-  }
-};
-
 // Sends requests to the servers of a service.
-class Client : public Object<warpipe_client, warpipe_client_close> {
+class Client : public Object<warpipe_client> {
 public:
   explicit Client(const std::string &service, const ClientOptions &options = {}) {
     check(warpipe_client_create(service.c_str(), &options, place()));
@@ -1048,14 +1049,12 @@ public:
     return Loan(loan);
   }
   Sample call(Loan &&loan, void *stream, Duration deadline) const {
-    warpipe_sample *reply = nullptr;
-    loan.used(warpipe_client_call(get(), loan.get(), stream, nanoseconds(deadline), &reply));
-    return Sample(reply);
+    return request(std::move(loan), stream, deadline).wait(stream, Duration::max());
   }
-  Pending request(Loan &&loan, void *stream, Duration deadline) const {
-    warpipe_pending *pending = nullptr;
-    loan.used(warpipe_client_request(get(), loan.get(), stream, nanoseconds(deadline), &pending));
-    return Pending(pending);
+  Job request(Loan &&loan, void *stream, Duration deadline) const {
+    warpipe_job *request = nullptr;
+    loan.used(warpipe_client_request(get(), loan.get(), stream, nanoseconds(deadline), &request));
+    return Job(request);
   }
   Watch watch() const {
     warpipe_watch *watch = nullptr;
@@ -1069,7 +1068,7 @@ public:
 };
 
 // Answers the requests of all clients of a service.
-class Server : public Object<warpipe_server, warpipe_server_close> {
+class Server : public Object<warpipe_server> {
 public:
   explicit Server(const std::string &service, const ServerOptions &options = {}) {
     check(warpipe_server_create(service.c_str(), &options, place()));
@@ -1077,8 +1076,9 @@ public:
 
   Lease accept(void *stream, Duration timeout) {
     warpipe_lease *lease = nullptr;
-    check(warpipe_server_accept(get(), stream, nanoseconds(timeout), &lease));
-    return Lease(lease);
+    warpipe_sample *input = nullptr;
+    check(warpipe_server_accept(get(), stream, nanoseconds(timeout), &lease, &input));
+    return Lease(lease, input);
   }
   int fd() const {
     std::int32_t fd = -1;
@@ -1105,7 +1105,7 @@ template <class Write> std::string text(Write write) {
 } // namespace detail
 
 // Memory of a device: allocated here, opened by a ticket or a legacy handle, or a block of a pool.
-class Memory : public Object<warpipe_memory, warpipe_memory_close> {
+class Memory : public Object<warpipe_memory> {
 public:
   using Object::Object;
 
@@ -1178,21 +1178,16 @@ public:
 };
 
 // Memory that others may open by name or ticket as long as this lives.
-class Published : public Object<warpipe_published, warpipe_published_close> {
+class Published : public Object<warpipe_published> {
 public:
   Published(const Memory &memory, const std::string &name, const PublishOptions &options = {}) {
     check(warpipe_memory_publish(memory.get(), name.c_str(), &options, place()));
   }
 
-  std::string ticket() const {
+  // For `bytes` bytes from `offset` on, or all from there: it opens as that range alone.
+  std::string ticket(std::uint64_t offset = 0, std::uint64_t bytes = 0) const {
     return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
-      return warpipe_published_get_ticket(get(), buffer, capacity, length);
-    });
-  }
-  // For a part of the memory: it opens as that range alone.
-  std::string ticket_of(std::uint64_t offset, std::uint64_t bytes) const {
-    return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
-      return warpipe_published_get_ticket_of(get(), offset, bytes, buffer, capacity, length);
+      return warpipe_published_get_ticket(get(), offset, bytes, buffer, capacity, length);
     });
   }
 };
@@ -1214,7 +1209,7 @@ void Loan::add_part_in(const std::string &name, const Published &memory, std::ui
 }
 
 // Lends blocks of one process's memory.
-class Pool : public Object<warpipe_pool, warpipe_pool_close> {
+class Pool : public Object<warpipe_pool> {
 public:
   explicit Pool(const std::string &name, const PoolOptions &options = {}) {
     check(warpipe_pool_create(name.c_str(), &options, place()));
@@ -1233,7 +1228,7 @@ public:
 };
 
 // Takes blocks of another process's pool.
-class PoolClient : public Object<warpipe_pool_client, warpipe_pool_client_close> {
+class PoolClient : public Object<warpipe_pool_client> {
 public:
   explicit PoolClient(const std::string &name, const OpenOptions &options = {}) {
     check(warpipe_pool_client_open(name.c_str(), &options, place()));
@@ -1247,11 +1242,12 @@ public:
 };
 
 // Shares memory that other code of this process has allocated.
-class AllocationServer
-    : public Object<warpipe_allocation_server, warpipe_allocation_server_close> {
+class AllocationServer : public Object<warpipe_allocation_server> {
 public:
   AllocationServer(const std::string &name, const Device &device) {
-    check(warpipe_allocation_server_create(name.c_str(), nullptr, device.get(), place()));
+    CreateOptions options;
+    options.device = device.get();
+    check(warpipe_allocation_server_create(name.c_str(), &options, place()));
   }
 
   // The number by which one other process opens it; `release` as for the C function.
@@ -1270,8 +1266,7 @@ public:
 };
 
 // Opens what an allocation server of another process shares.
-class AllocationClient
-    : public Object<warpipe_allocation_client, warpipe_allocation_client_close> {
+class AllocationClient : public Object<warpipe_allocation_client> {
 public:
   AllocationClient() = default;
   explicit AllocationClient(const std::string &name, const OpenOptions &options = {}) {
@@ -1286,9 +1281,9 @@ public:
 };
 
 // A number that grows: streams of other processes wait until it has reached a value.
-class Timeline : public Object<warpipe_timeline, warpipe_timeline_close> {
+class Timeline : public Object<warpipe_timeline> {
 public:
-  static Timeline create(const std::string &name, const TimelineOptions &options = {}) {
+  static Timeline create(const std::string &name, const CreateOptions &options = {}) {
     Timeline timeline;
     check(warpipe_timeline_create(name.c_str(), &options, timeline.place()));
     return timeline;
@@ -1319,12 +1314,14 @@ public:
 };
 
 // An event that streams of other processes wait for, and that knows its owner's death.
-class Event : public Object<warpipe_event, warpipe_event_close> {
+class Event : public Object<warpipe_event> {
 public:
-  explicit Event(const EventOptions &options = {}) { check(warpipe_event_create(&options, place())); }
+  explicit Event(const CreateOptions &options = {}) { check(warpipe_event_create(&options, place())); }
   static Event open(const std::string &handle, const Device &device) {
+    OpenOptions options;
+    options.device = device.get();
     warpipe_event *event = nullptr;
-    check(warpipe_event_open(handle.c_str(), device.get(), &event));
+    check(warpipe_event_open(handle.c_str(), &options, &event));
     return Event(event);
   }
 
@@ -1348,14 +1345,11 @@ public:
   }
   bool is_complete(std::uint64_t recording) const {
     bool complete = false;
-    check(warpipe_event_is_recording_complete(get(), recording, &complete));
+    check(warpipe_event_query(get(), recording, &complete));
     return complete;
   }
-  bool query() const {
-    bool complete = false;
-    check(warpipe_event_query(get(), &complete));
-    return complete;
-  }
+  // Of the last recording.
+  bool query() const { return is_complete(0); }
   void synchronize(Duration timeout) const {
     check(warpipe_event_synchronize(get(), nanoseconds(timeout)));
   }
@@ -1365,7 +1359,7 @@ private:
 };
 
 // The right to pass, given back when this is destroyed.
-class Permit : public Object<warpipe_permit, warpipe_permit_close> {
+class Permit : public Object<warpipe_permit> {
 public:
   using Object::Object;
 
@@ -1377,11 +1371,12 @@ public:
 };
 
 // A number of permits that processes share, and that a death gives back.
-class Semaphore : public Object<warpipe_semaphore, warpipe_semaphore_close> {
+class Semaphore : public Object<warpipe_semaphore> {
 public:
-  static Semaphore create(const std::string &name, const SemaphoreOptions &options) {
+  static Semaphore create(const std::string &name, std::uint32_t permits,
+                          const CreateOptions &options = {}) {
     Semaphore semaphore;
-    check(warpipe_semaphore_create(name.c_str(), &options, semaphore.place()));
+    check(warpipe_semaphore_create(name.c_str(), permits, &options, semaphore.place()));
     return semaphore;
   }
   static Semaphore open(const std::string &name, const OpenOptions &options = {}) {
@@ -1408,7 +1403,7 @@ public:
 };
 
 // Lists this process among the live ones of its domain.
-class Member : public Object<warpipe_member, warpipe_member_close> {
+class Member : public Object<warpipe_member> {
 public:
   explicit Member(const std::string &name, const MemberOptions &options = {}) {
     check(warpipe_member_create(name.c_str(), &options, place()));
@@ -1416,7 +1411,7 @@ public:
 };
 
 // The live processes of a domain, and their changes.
-class Members : public Object<warpipe_members, warpipe_members_close> {
+class Members : public Object<warpipe_members> {
 public:
   explicit Members(const MembersOptions &options = {}) {
     check(warpipe_members_open(&options, place()));

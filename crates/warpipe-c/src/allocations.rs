@@ -3,53 +3,49 @@
 
 use std::ffi::{c_char, c_void};
 
-use warpipe::{Access, AllocationClient, AllocationServer, CreateOptions};
+use warpipe::{Access, AllocationClient, AllocationServer};
 
 use crate::arguments::{out, text, timeout};
-use crate::call::{make, read};
+use crate::call::read;
 use crate::{
-    HostCall, MemoryKind, OnDevice, Owner, domain_of, handle, make_memory_of, open_named, run,
-    streams_of, warpipe_device, warpipe_domain, warpipe_memory, warpipe_open_options,
-    warpipe_status,
+    HostCall, MemoryKind, OnDevice, Owner, create, handle, make_memory_of, open_named, run,
+    warpipe_create_options, warpipe_memory, warpipe_open_options, warpipe_status,
 };
 
 /// Shares memory that other code of this process has allocated. Any number of threads may use it.
+/// Closed, it releases its name and its shares.
 pub struct warpipe_allocation_server(());
 
 /// Opens what an allocation server of another process shares. Any number of threads may use it.
+/// What it has opened outlives it.
 pub struct warpipe_allocation_client(());
 
 /// Makes a server of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`) for
-/// memory of `device`. `domain` may be null: the environment's. `device` may be null: the first GPU,
-/// else the host.
+/// memory of the options' device. `options` may be null.
 ///
-/// `*server` is the caller's, to be closed by `warpipe_allocation_server_close`.
+/// `*server` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
 /// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
-/// `name` is a text, `server` the address of a pointer.
+/// `name` is a text, `options` null or the address of options, which name arrays of as many
+/// elements as they say; `server` is the address of a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_allocation_server_create(
     name: *const c_char,
-    domain: *const warpipe_domain,
-    device: *const warpipe_device,
+    options: *const warpipe_create_options,
     server: *mut *mut warpipe_allocation_server,
 ) -> warpipe_status {
-    let create = || {
-        let streams = streams_of(device)?;
-        let options = CreateOptions {
-            domain: domain_of(domain)?,
-            device: Some(streams.device().clone()),
-            ..CreateOptions::default()
-        };
-        // SAFETY: the caller's promise.
-        let object = AllocationServer::new(unsafe { text("name", name) }?, options)?;
-        Ok(OnDevice { object, streams })
-    };
     // SAFETY: the caller's promise.
-    unsafe { make("server", server, create) }
+    let build = |options| {
+        Ok(AllocationServer::new(
+            unsafe { text("name", name) }?,
+            options,
+        )?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe { create("server", server, options, build) }
 }
 
 /// Shares `bytes` bytes at the device address `data`, complete behind the stream's work so far, for
@@ -112,18 +108,10 @@ pub unsafe extern "C" fn warpipe_allocation_server_withdraw(
     unsafe { read(server, "was_open", was_open, withdraw) }
 }
 
-/// Closes a server: its name and its shares are released. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_allocation_server_close(
-    server: *mut warpipe_allocation_server,
-) -> warpipe_status {
-    run(|| handle::close(server))
-}
-
 /// Connects to the server of this name in another process, to open its shares. `options` may be
 /// null.
 ///
-/// `*client` is the caller's, to be closed by `warpipe_allocation_client_close`.
+/// `*client` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`, also for a device
 /// that cannot reach its memory; `WARPIPE_NAME_CONFLICT` when something else has the name;
@@ -144,7 +132,7 @@ pub unsafe extern "C" fn warpipe_allocation_client_open(
 /// Opens a share, which is this process's from then on, and waits up to `timeout_ns` nanoseconds
 /// until its contents are complete: one that is not opened in time can be opened again.
 ///
-/// `*memory` is the caller's, to be closed by `warpipe_memory_close`: its owner is told then, or when
+/// `*memory` is the caller's, to be closed by `warpipe_close`: its owner is told then, or when
 /// this process has died.
 ///
 /// `WARPIPE_NOT_FOUND` for a share that was opened already, or withdrawn; `WARPIPE_TIMEOUT`;
@@ -163,12 +151,4 @@ pub unsafe extern "C" fn warpipe_allocation_client_open_share(
     let open = |client: &AllocationClient| client.open_share(number, timeout).map(MemoryKind::Lent);
     // SAFETY: the caller's promise.
     unsafe { make_memory_of(client, memory, open) }
-}
-
-/// Closes a client. What it has opened stays valid until it is closed. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_allocation_client_close(
-    client: *mut warpipe_allocation_client,
-) -> warpipe_status {
-    run(|| handle::close(client))
 }

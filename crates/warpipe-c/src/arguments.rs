@@ -283,17 +283,3 @@ macro_rules! admitted {
     }};
 }
 pub(crate) use admitted;
-
-/// The options of an object that other processes open by its name, as [`admitted`] says.
-macro_rules! create_options {
-    ($options:ident, $device:ident) => {{
-        let (allow_uids, allow_gids) = $crate::arguments::admitted!($options);
-        warpipe::CreateOptions {
-            domain: $crate::domain_of($options.domain)?,
-            device: Some($device.clone()),
-            allow_uids,
-            allow_gids,
-        }
-    }};
-}
-pub(crate) use create_options;

@@ -9,7 +9,7 @@ use std::ptr::null_mut;
 use warpipe::Stream;
 
 use crate::arguments::{out, out_object, put_unless_null};
-use crate::handle::{self, Handle, Locked};
+use crate::handle::{self, Handle};
 use crate::{Failure, OnDevice, Result, run, warpipe_status};
 
 /// Runs `work` on the object behind a pointer.
@@ -193,32 +193,6 @@ where
         // SAFETY: the caller's promise.
         let stream = unsafe { found.streams.get(stream) }?;
         work(&found.object, &stream)
-    };
-    // SAFETY: the caller's promise.
-    unsafe { make_beside(source, name, place, work) }
-}
-
-/// As [`make_on`], of a source that one thread at a time may use: `work` may change it.
-///
-/// # Safety
-/// As for [`make_on`].
-#[inline(always)]
-pub(crate) unsafe fn make_alone_on<S, T: 'static, P, V>(
-    source: *const S,
-    stream: *mut c_void,
-    name: &str,
-    place: *mut *mut P,
-    work: impl FnOnce(&mut T, &Stream) -> Result<V>,
-) -> warpipe_status
-where
-    S: Handle<Object = OnDevice<T>, Guard = Locked<OnDevice<T>>>,
-    P: Handle<Object = OnDevice<V>>,
-{
-    let work = |found: &mut Locked<OnDevice<T>>| {
-        let OnDevice { object, streams } = &mut **found;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { streams.get(stream) }?;
-        work(object, &stream)
     };
     // SAFETY: the caller's promise.
     unsafe { make_beside(source, name, place, work) }

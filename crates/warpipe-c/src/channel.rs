@@ -13,18 +13,21 @@ use crate::arguments::{
     admitted, choice, flag, number, put_list, put_unless_null, slice, text, time, time_option,
     timeout,
 };
-use crate::call::{call, call_on, get, make_alone_on};
+use crate::call::{call, call_on, get, make_beside};
+use crate::handle::{self, Locked};
 use crate::{
-    Failure, HostCall, LoanKind, Result, device_options, domain_of, handle, layout_of, lend,
-    make_with, run, warpipe_device, warpipe_domain, warpipe_host_function, warpipe_layout,
-    warpipe_loan, warpipe_published, warpipe_sample, warpipe_status,
+    Failure, HostCall, LoanKind, OnDevice, Result, device_options, domain_of, layout_of, lend,
+    make_with, warpipe_device, warpipe_domain, warpipe_host_function, warpipe_layout, warpipe_loan,
+    warpipe_published, warpipe_sample, warpipe_status,
 };
 
 /// Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
+/// Closed, it ends gracefully: subscribers still receive the samples that are complete, and loans
+/// that were not sent can only be discarded.
 pub struct warpipe_publisher(());
 
 /// Receives the tensors of one publisher. One thread at a time may use it; its samples may go to
-/// any thread.
+/// any thread. Samples that it has received outlive it.
 pub struct warpipe_subscriber(());
 
 /// The action when a subscriber holds as many samples as the publisher's depth.
@@ -152,6 +155,18 @@ pub struct warpipe_subscriber_info {
     pub dropped: u64,
 }
 
+/// A publisher, as its subscriber sees it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_publisher_info {
+    /// A `warpipe_peer_state`.
+    pub state: u32,
+    /// Its process id; 0 while there is none.
+    pub pid: i32,
+    /// Samples that the subscriber did not get because of the publisher's policy.
+    pub dropped: u64,
+}
+
 pub(crate) fn state_of(state: PeerState) -> warpipe_peer_state {
     match state {
         PeerState::Alive => warpipe_peer_state::WARPIPE_PEER_ALIVE,
@@ -177,7 +192,7 @@ fn policy_of(options: &warpipe_publisher_options) -> Result<Policy> {
 /// Makes a publisher of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`), and
 /// begins to listen. `options` may be null.
 ///
-/// `*publisher` is the caller's, to be closed by `warpipe_publisher_close`.
+/// `*publisher` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
 /// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
@@ -217,13 +232,6 @@ pub unsafe extern "C" fn warpipe_publisher_create(
     unsafe { make_with("publisher", publisher, options, build) }
 }
 
-/// Closes a publisher gracefully: subscribers still receive the samples that are complete. Loans
-/// that were not sent stay usable for `warpipe_loan_discard` only. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_publisher_close(publisher: *mut warpipe_publisher) -> warpipe_status {
-    run(|| handle::close(publisher))
-}
-
 /// Lends a slot for a tensor of this layout: memory of the publisher's device that no subscriber
 /// reads, with undefined contents.
 ///
@@ -253,21 +261,27 @@ impl Drop for Owner {
     }
 }
 
-/// Lends published memory from byte `offset` on: what is there is sent where it lies, without a
-/// copy, by `warpipe_loan_send`. Subscribers receive it as any other sample, with the access that
-/// the publication gives; keep that as long as a subscriber may still receive the first sample in
+/// Lends memory to be sent where it lies, without a copy, by `warpipe_loan_send`. Subscribers
+/// receive it as any other sample.
+///
+/// With `memory` it is that published memory from byte `offset` on, with the access that the
+/// publication gives; keep that as long as a subscriber may still receive the first sample in it.
+/// Without, it is `layout.bytes` bytes at the device address `offset`, in memory of `cudaMalloc`
+/// (`cuMemAlloc`): gone when this process is, and subscribers, of this user alone, can also write
 /// it.
 ///
 /// `release(argument)` is called once: when the loan is discarded, or no subscriber reads the tensor
 /// any more, because each has released it or is dead; also if this call fails. Nothing writes the
 /// tensor meanwhile. `release` may be null.
 ///
-/// `WARPIPE_INVALID_INPUT` for bytes that do not lie in the memory, or memory of another device or
-/// domain than the publisher's; as `warpipe_publisher_loan`.
+/// `WARPIPE_INVALID_INPUT` for bytes that do not lie in the memory, memory of another device or
+/// domain than the publisher's, or other memory than `warpipe_legacy_export` takes; as
+/// `warpipe_publisher_loan`.
 ///
 /// # Safety
-/// `release(argument)` may be called by any thread, and waits for nothing. The rest as for
-/// `warpipe_publisher_loan`.
+/// `release(argument)` may be called by any thread, and waits for nothing. Memory without a
+/// publication stays allocated until then, and as long as a subscriber has it open: perhaps as long
+/// as that is attached. The rest as for `warpipe_publisher_loan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_publisher_loan_in(
     publisher: *const warpipe_publisher,
@@ -281,36 +295,12 @@ pub unsafe extern "C" fn warpipe_publisher_loan_in(
     // SAFETY: the caller's promise.
     let owner = Owner(unsafe { HostCall::new(release, argument) });
     let take = |publisher: &Publisher, layout: &Layout| {
-        let memory = handle::find(memory)?;
+        let Some(memory) = handle::find_optional(memory)? else {
+            // SAFETY: the caller's promise.
+            return Ok(unsafe { publisher.loan_at(offset, layout, owner) }?);
+        };
         Ok::<_, Failure>(publisher.loan_in(&memory, offset, layout, owner)?)
     };
-    // SAFETY: the caller's promises.
-    unsafe { lend(publisher, layout, loan, take, LoanKind::Sample) }
-}
-
-/// As `warpipe_publisher_loan_in`, of `layout.bytes` bytes at the device address `data`, in memory
-/// of `cudaMalloc` (`cuMemAlloc`). It is gone when this process is, and subscribers, of this user
-/// alone, can also write it.
-///
-/// `WARPIPE_INVALID_INPUT` for other memory, as `warpipe_legacy_export` says.
-///
-/// # Safety
-/// The allocation stays until `release` is called, and as long as a subscriber has it open:
-/// perhaps as long as that is attached. The rest as for `warpipe_publisher_loan_in`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_publisher_loan_at(
-    publisher: *const warpipe_publisher,
-    data: u64,
-    layout: *const warpipe_layout,
-    release: warpipe_host_function,
-    argument: *mut c_void,
-    loan: *mut *mut warpipe_loan,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    let owner = Owner(unsafe { HostCall::new(release, argument) });
-    // SAFETY: the caller's promise.
-    let take =
-        |publisher: &Publisher, layout: &Layout| unsafe { publisher.loan_at(data, layout, owner) };
     // SAFETY: the caller's promises.
     unsafe { lend(publisher, layout, loan, take, LoanKind::Sample) }
 }
@@ -344,30 +334,6 @@ pub unsafe extern "C" fn warpipe_publisher_send_host(
         };
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(sequence, sent) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise.
-    unsafe { call_on(publisher, stream, send) }
-}
-
-/// Loans, copies `layout.bytes` bytes from a device address on the stream and sends. `*sequence`,
-/// which may be null, becomes the sample's number.
-///
-/// # Safety
-/// The device can read that many bytes at `data` until the stream has done the copy; the rest as
-/// for `warpipe_publisher_send_host`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_publisher_send_device(
-    publisher: *const warpipe_publisher,
-    stream: *mut c_void,
-    layout: *const warpipe_layout,
-    data: u64,
-    sequence: *mut u64,
-) -> warpipe_status {
-    // SAFETY: the caller's promises.
-    let send = |publisher: &Publisher, stream: &Stream| unsafe {
-        let sent = publisher.send_device(stream, &layout_of(layout)?, data)?;
-        put_unless_null(sequence, sent);
         Ok(())
     };
     // SAFETY: the caller's promise.
@@ -415,7 +381,7 @@ pub unsafe extern "C" fn warpipe_publisher_list_subscribers(
 
 /// Attaches to the publisher of this name. `options` may be null.
 ///
-/// `*subscriber` is the caller's, to be closed by `warpipe_subscriber_close`.
+/// `*subscriber` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`;
 /// `WARPIPE_LIMIT_REACHED`; `WARPIPE_PROTOCOL` for another version; `WARPIPE_DEVICE_FAILED`.
@@ -446,13 +412,6 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
     unsafe { make_with("subscriber", subscriber, options, open) }
 }
 
-/// Closes a subscriber. Samples that it has received stay usable. While another thread is in a call
-/// on it, it ends when that call returns. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_subscriber_close(subscriber: *mut warpipe_subscriber) -> warpipe_status {
-    run(|| handle::close(subscriber))
-}
-
 /// Waits for the next sample, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream`
 /// will wait, on the device, until the sample's data is complete: kernels enqueued on it read
 /// complete data.
@@ -474,10 +433,14 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
     sample: *mut *mut warpipe_sample,
 ) -> warpipe_status {
     let timeout = timeout(timeout_ns);
-    let receive =
-        |from: &mut Subscriber, stream: &Stream| Ok(from.receive(stream, timeout)?.into());
-    // SAFETY: the caller's promises.
-    unsafe { make_alone_on(subscriber, stream, "sample", sample, receive) }
+    let receive = |found: &mut Locked<OnDevice<Subscriber>>| {
+        let OnDevice { object, streams } = &mut **found;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { streams.get(stream) }?;
+        Ok(object.receive(&stream, timeout)?.into())
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_beside(subscriber, "sample", sample, receive) }
 }
 
 /// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_subscriber_receive` with a
@@ -495,39 +458,25 @@ pub unsafe extern "C" fn warpipe_subscriber_get_fd(
     unsafe { get(subscriber, "fd", fd, |it| it.as_fd().as_raw_fd()) }
 }
 
-/// Samples that this subscriber did not get because of the publisher's policy.
+/// A subscriber's publisher, and how much of it was missed.
 ///
 /// # Safety
-/// `dropped` is the address of a number.
+/// `info` is the address of such a structure.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_subscriber_get_dropped(
+pub unsafe extern "C" fn warpipe_subscriber_get_info(
     subscriber: *const warpipe_subscriber,
-    dropped: *mut u64,
+    info: *mut warpipe_publisher_info,
 ) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { get(subscriber, "dropped", dropped, |found| found.dropped()) }
-}
-
-/// The publisher's state (a `warpipe_peer_state`) and its process id, 0 while there is none. Either
-/// address may be null.
-///
-/// # Safety
-/// Each is null or the address of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_subscriber_get_publisher(
-    subscriber: *const warpipe_subscriber,
-    state: *mut u32,
-    pid: *mut i32,
-) -> warpipe_status {
-    call(subscriber, |subscriber| {
-        let found = subscriber.publisher();
+    let info_of = |subscriber: &Subscriber| {
+        let publisher = subscriber.publisher();
         let none = warpipe_peer_state::WARPIPE_PEER_NONE;
-        let (found, found_pid) = found.map_or((none, 0), |it| (state_of(it.state), it.pid));
-        // SAFETY: the caller's promises.
-        unsafe {
-            put_unless_null(state, found as u32);
-            put_unless_null(pid, found_pid);
+        let (state, pid) = publisher.map_or((none, 0), |it| (state_of(it.state), it.pid));
+        warpipe_publisher_info {
+            state: state as u32,
+            pid,
+            dropped: subscriber.dropped(),
         }
-        Ok(())
-    })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { get(subscriber, "info", info, |it| info_of(it)) }
 }

@@ -9,9 +9,10 @@ use crate::arguments::{Options, fixed, options, out_object, text_or_null, timeou
 use crate::call::{call, call_on, get, make};
 use crate::handle::{self, Handle};
 use crate::streams::{OnDevice, Streams};
-use crate::{Failure, Result, layout_of, run, warpipe_layout, warpipe_status};
+use crate::{Failure, Result, run, warpipe_status};
 
-/// A GPU, or the host: memory of memfds, threads as streams.
+/// A GPU, or the host: memory of memfds, threads as streams. Endpoints that were made with it
+/// outlive it.
 pub struct warpipe_device(());
 
 /// The properties of a device.
@@ -122,7 +123,7 @@ fn uuid_of(text: &str) -> Option<[u8; 16]> {
 /// leaves), `"GPU-..."` (a UUID), or `"host"`. `NULL` is the first GPU if there is one, else the
 /// host; `warpipe_device_get_info` says which.
 ///
-/// `*device` is the caller's, to be closed by `warpipe_device_close`. Endpoints that were made with
+/// `*device` is the caller's, to be closed by `warpipe_close`. Endpoints that were made with
 /// it stay usable after that.
 ///
 /// `WARPIPE_DEVICE_UNAVAILABLE`, `WARPIPE_DEVICE_FAILED`, `WARPIPE_INVALID_INPUT`.
@@ -162,12 +163,6 @@ pub unsafe extern "C" fn warpipe_device_get_info(
     let info_of = |streams: &Streams| warpipe_device_info::of(streams.device().info());
     // SAFETY: the caller's promise.
     unsafe { get(device, "info", info, |device| info_of(&device.streams)) }
-}
-
-/// Closes a device's handle. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_device_close(device: *mut warpipe_device) -> warpipe_status {
-    run(|| handle::close(device))
 }
 
 /// Makes a stream (`cuStreamCreate`, non-blocking; a thread on the host). On CUDA `*stream` is a
@@ -311,32 +306,6 @@ pub unsafe extern "C" fn warpipe_stream_copy(
 ) -> warpipe_status {
     // SAFETY: the caller's promise of both ranges.
     let copy = |(): &(), stream: &Stream| Ok(unsafe { stream.copy(to, from, bytes) }?);
-    // SAFETY: the caller's promise.
-    unsafe { call_on(device, stream, copy) }
-}
-
-/// Enqueues a copy between tensors of different layouts: a gather of a strided view into row-major
-/// order, a scatter, or both, in one operation. A layout's offset counts from the address.
-///
-/// `WARPIPE_INVALID_INPUT`: the shapes or element types differ, or the tensors overlap.
-///
-/// # Safety
-/// As for `warpipe_stream_copy`, for the bytes that the layouts take; each layout is the address of
-/// one.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_stream_copy_elements(
-    device: *const warpipe_device,
-    stream: *mut c_void,
-    to: u64,
-    to_layout: *const warpipe_layout,
-    from: u64,
-    from_layout: *const warpipe_layout,
-) -> warpipe_status {
-    // SAFETY: the caller's promises of both layouts and the bytes that they take.
-    let copy = |(): &(), stream: &Stream| unsafe {
-        let (into, source) = (layout_of(to_layout)?, layout_of(from_layout)?);
-        Ok(stream.copy_elements(to, &into, from, &source)?)
-    };
     // SAFETY: the caller's promise.
     unsafe { call_on(device, stream, copy) }
 }

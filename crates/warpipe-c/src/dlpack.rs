@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use warpipe::backend::{DevicePtr, Rows};
 use warpipe::{Layout, Publisher, SlotHold, Stream};
@@ -15,7 +16,7 @@ use crate::arguments::{out, out_object, put_unless_null};
 use crate::call::{call, call_on};
 use crate::warpipe_status::WARPIPE_LIMIT_REACHED;
 use crate::{
-    Failure, LoanKind, OnDevice, Received, Result, TensorOwner, handle, layout_of, run,
+    Failure, LoanKind, MemoryKind, OnDevice, Received, Result, handle, layout_of, run,
     warpipe_layout, warpipe_loan, warpipe_memory, warpipe_publisher, warpipe_sample,
     warpipe_status,
 };
@@ -198,19 +199,21 @@ pub unsafe extern "C" fn warpipe_memory_to_dlpack_legacy(
 unsafe fn export_memory(
     memory: *const warpipe_memory,
     layout: *const warpipe_layout,
-) -> Result<Exported<TensorOwner>> {
+) -> Result<Exported<Arc<MemoryKind>>> {
     // SAFETY: the caller's promise.
     let layout = unsafe { layout_of(layout) }?;
-    handle::find(memory)?.with_owner(|info, streams, owner| {
-        if layout.bytes() > info.bytes {
-            let allowed = format!("the memory's {}", info.bytes);
-            return Err(Failure::argument("layout->bytes", layout.bytes(), allowed));
-        }
-        let device = DLDevice::of(streams.device());
-        let address = info.data + layout.offset();
-        let exported = Exported::new(&layout, device, address, owner)?;
-        Ok(exported.read_only(info.is_read_only))
-    })
+    let (found, bytes) = (handle::find(memory)?, layout.bytes());
+    let info = found.info();
+    if bytes > info.bytes {
+        let allowed = format!("the memory's {}", info.bytes);
+        return Err(Failure::argument("layout->bytes", bytes, allowed));
+    }
+    let (device, address) = (
+        DLDevice::of(found.streams.device()),
+        info.data + layout.offset(),
+    );
+    let exported = Exported::new(&layout, device, address, found.object.clone())?;
+    Ok(exported.read_only(info.is_read_only))
 }
 
 /// A tensor of another framework: its structure, read and checked. The tensor stays the caller's.

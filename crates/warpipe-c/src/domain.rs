@@ -5,8 +5,8 @@ use std::ffi::c_char;
 use warpipe::Domain;
 
 use crate::arguments::{fixed, put_list, put_text, text, text_or_null};
-use crate::call::{call, make, read_optional};
-use crate::{Result, handle, run, warpipe_status};
+use crate::call::{call, make};
+use crate::{Result, handle, warpipe_status};
 
 /// A directory of names. Endpoints meet by their name in one domain.
 pub struct warpipe_domain(());
@@ -40,7 +40,7 @@ pub(crate) fn domain_of(domain: *const warpipe_domain) -> Result<Option<Domain>>
 /// `/run/user/UID/warpipe`, else `/tmp/warpipe-UID`; it is also the one of every option that is
 /// left null.
 ///
-/// `*domain` is the caller's, to be closed by `warpipe_domain_close`.
+/// `*domain` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_SYSTEM`: not such a directory.
 ///
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn warpipe_domain_open(
 /// Opens a domain of another user, with endpoints that may admit this one. Trusts that user's
 /// names.
 ///
-/// `*domain` is the caller's, to be closed by `warpipe_domain_close`.
+/// `*domain` is the caller's, to be closed by `warpipe_close`.
 ///
 /// # Safety
 /// `path` is a text, `domain` the address of a pointer.
@@ -122,24 +122,4 @@ pub unsafe extern "C" fn warpipe_domain_list(
         // SAFETY: the caller's promises.
         unsafe { put_list(("endpoints", endpoints, capacity), count, all) }
     })
-}
-
-/// Removes the files of dead endpoints, and no other. `*removed`, which may be null, becomes their
-/// number.
-///
-/// # Safety
-/// `removed` is null or the address of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_domain_clean(
-    domain: *const warpipe_domain,
-    removed: *mut usize,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { read_optional(domain, removed, |domain| Ok(domain.clean()?.len())) }
-}
-
-/// Closes a domain's handle. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_domain_close(domain: *mut warpipe_domain) -> warpipe_status {
-    run(|| handle::close(domain))
 }

@@ -3,46 +3,23 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{Device, Event, EventHandle, OpenOptions, Recording, Stream};
+use warpipe::{Event, Recording, Stream};
 
-use crate::arguments::{create_options, put_text, put_unless_null, text, timeout};
-use crate::call::{call, call_on, make, read};
+use crate::arguments::{put_text, put_unless_null, timeout};
+use crate::call::{call, call_on, read};
 use crate::{
-    Failure, OnDevice, device_options, handle, make_with, run, streams_of, warpipe_device,
-    warpipe_domain, warpipe_status,
+    Failure, OnDevice, create, open_named, warpipe_create_options, warpipe_open_options,
+    warpipe_status,
 };
 
-/// An event of this or another process. Any number of threads may use it.
+/// An event of this or another process. Any number of threads may use it. Closed, recordings that
+/// are enqueued still complete.
 pub struct warpipe_event(());
-
-/// Options of `warpipe_event_create`. Begin with `{.size = sizeof(warpipe_event_options)}`; a field
-/// that is 0 has its default.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct warpipe_event_options {
-    /// `sizeof(warpipe_event_options)`.
-    pub size: usize,
-    /// The domain in which other processes find it; the environment's by default.
-    pub domain: *const warpipe_domain,
-    /// The device of the streams that record it; the first GPU by default, else the host.
-    pub device: *const warpipe_device,
-    /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too.
-    pub allow_uids: *const u32,
-    /// How many those are.
-    pub allow_uids_count: usize,
-    /// Groups that are admitted.
-    pub allow_gids: *const u32,
-    /// How many those are.
-    pub allow_gids_count: usize,
-}
-
-device_options!(warpipe_event_options);
 
 /// Makes an event (`cuEventCreate` with `CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`). It has
 /// no name: `warpipe_event_get_handle` names it to other processes. `options` may be null.
 ///
-/// `*event` is the caller's, to be closed by `warpipe_event_close`.
+/// `*event` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_LIMIT_REACHED` when the process has 4096; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
 ///
@@ -51,15 +28,11 @@ device_options!(warpipe_event_options);
 /// `event` is the address of a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_event_create(
-    options: *const warpipe_event_options,
+    options: *const warpipe_create_options,
     event: *mut *mut warpipe_event,
 ) -> warpipe_status {
-    let build = |options: &warpipe_event_options, device: &Device| {
-        // SAFETY: the caller's promise.
-        Ok(Event::new(unsafe { create_options!(options, device) })?)
-    };
     // SAFETY: the caller's promises.
-    unsafe { make_with("event", event, options, build) }
+    unsafe { create("event", event, options, |options| Ok(Event::new(options)?)) }
 }
 
 /// The text that names an event to other processes (`cuIpcGetEventHandle`), to be sent in any way.
@@ -87,9 +60,9 @@ pub unsafe extern "C" fn warpipe_event_get_handle(
 }
 
 /// Opens an event by its handle (`cuIpcOpenEventHandle`), also in the process that made it.
-/// `device` may be null: the first GPU, else the host.
+/// `options` may be null; the handle names the domain unless they do.
 ///
-/// `*event` is the caller's, to be closed by `warpipe_event_close`.
+/// `*event` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_INVALID_INPUT` for a text that is no handle of an event; `WARPIPE_NOT_FOUND` when the
 /// event is closed or its exporter gone, or `WARPIPE_PEER_GONE` when it ends meanwhile;
@@ -97,32 +70,22 @@ pub unsafe extern "C" fn warpipe_event_get_handle(
 /// `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
-/// `event_handle` is a text, `event` the address of a pointer.
+/// `event_handle` is a text, `options` null or the address of options, `event` that of a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_event_open(
     event_handle: *const c_char,
-    device: *const warpipe_device,
+    options: *const warpipe_open_options,
     event: *mut *mut warpipe_event,
 ) -> warpipe_status {
-    let open = || {
-        // SAFETY: the caller's promise.
-        let found: EventHandle = unsafe { text("event_handle", event_handle) }?.parse()?;
-        let streams = streams_of(device)?;
-        let options = OpenOptions {
-            domain: None,
-            device: Some(streams.device().clone()),
-        };
-        let object = Event::open(&found, options, Duration::ZERO)?;
-        Ok(OnDevice { object, streams })
-    };
-    // SAFETY: the caller's promise.
-    unsafe { make("event", event, open) }
+    let open = |handle: &str, options, wait| Event::open(&handle.parse()?, options, wait);
+    // SAFETY: the caller's promises.
+    unsafe { open_named("event", event, event_handle, options, open) }
 }
 
 /// Records the stream's work so far (`cuEventRecord`), and returns at once. Exporter and importers
 /// may record; waits are for the last recording. The first recording of an opened event asks its
 /// exporter, which may take a moment. `*recording`, which may be null, becomes the recording's
-/// number, never 0, for `warpipe_event_is_recording_complete`.
+/// number, never 0, for `warpipe_event_query`.
 ///
 /// `WARPIPE_PEER_GONE` when its exporter has died or closed it; `WARPIPE_REFUSED` when seven others
 /// record it; `WARPIPE_INVALID_INPUT` for a stream of another device; `WARPIPE_INVALID_STATE` for a
@@ -149,7 +112,7 @@ pub unsafe extern "C" fn warpipe_event_record(
 
 /// Makes the stream wait, on the device, for the event's last recording (`cuStreamWaitEvent`), and
 /// returns at once. `*recording`, which may be null, becomes that recording's number: the stream's
-/// later work is valid only if `warpipe_event_is_recording_complete` says so afterwards.
+/// later work is valid only if `warpipe_event_query` says so afterwards.
 ///
 /// `WARPIPE_INVALID_STATE` when the event was never recorded, or for a stream that is being
 /// captured; `WARPIPE_DATA_LOST` when the recorder is gone and its work was not done;
@@ -173,44 +136,29 @@ pub unsafe extern "C" fn warpipe_event_wait(
     unsafe { call_on(event, stream, wait) }
 }
 
-/// Whether the last recording is complete (`cuEventQuery`).
+/// Whether this recording, of `warpipe_event_record` or `warpipe_event_wait` on this event, is
+/// complete (`cuEventQuery`); with 0, whether the last one is. False if it may still be.
 ///
-/// `WARPIPE_INVALID_STATE` when the event was never recorded; `WARPIPE_DATA_LOST` when the recorder
-/// is gone and its work was not done.
+/// `WARPIPE_DATA_LOST`: it never will be, and a stream's work behind its wait is not valid;
+/// `WARPIPE_INVALID_STATE` when the event was never recorded; `WARPIPE_INVALID_INPUT` for a number
+/// that no recording has.
 ///
 /// # Safety
 /// `is_complete` is the address of a `bool`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_event_query(
     event: *const warpipe_event,
-    is_complete: *mut bool,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { read(event, "is_complete", is_complete, |it| it.query()) }
-}
-
-/// Whether this recording, of `warpipe_event_record` or `warpipe_event_wait` on this event, is
-/// complete; false if it may still be.
-///
-/// `WARPIPE_DATA_LOST`: it never will be, and a stream's work behind its wait is not valid;
-/// `WARPIPE_INVALID_INPUT` for a number that no recording has.
-///
-/// # Safety
-/// `is_complete` is the address of a `bool`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_event_is_recording_complete(
-    event: *const warpipe_event,
     recording: u64,
     is_complete: *mut bool,
 ) -> warpipe_status {
-    let check = |event: &OnDevice<Event>| {
-        let allowed = "a number that warpipe_event_record or warpipe_event_wait gave";
-        let known = Recording::from_bits(recording);
-        let known = known.ok_or_else(|| Failure::argument("recording", recording, allowed))?;
-        Ok::<_, Failure>(event.check(known)?)
+    let allowed = "0, or a number that warpipe_event_record or warpipe_event_wait gave";
+    let query = |event: &OnDevice<Event>| match Recording::from_bits(recording) {
+        Some(known) => Ok::<_, Failure>(event.check(known)?),
+        None if recording == 0 => Ok(event.query()?),
+        None => Err(Failure::argument("recording", recording, allowed)),
     };
     // SAFETY: the caller's promise.
-    unsafe { read(event, "is_complete", is_complete, check) }
+    unsafe { read(event, "is_complete", is_complete, query) }
 }
 
 /// Waits on the CPU, up to `timeout_ns` nanoseconds, until the last recording is complete
@@ -223,10 +171,4 @@ pub extern "C" fn warpipe_event_synchronize(
     timeout_ns: u64,
 ) -> warpipe_status {
     call(event, |event| Ok(event.synchronize(timeout(timeout_ns))?))
-}
-
-/// Closes an event. Recordings that are enqueued still complete. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_event_close(event: *mut warpipe_event) -> warpipe_status {
-    run(|| handle::close(event))
 }

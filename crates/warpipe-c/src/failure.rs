@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CString, c_char};
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -131,52 +131,25 @@ impl Failure {
     }
 }
 
-/// The library's kinds of errors, and the status and the status's name for each.
-const KINDS: [(ErrorKind, warpipe_status, &CStr); 15] = [
-    (
-        ErrorKind::DeviceUnavailable,
-        WARPIPE_DEVICE_UNAVAILABLE,
-        c"device_unavailable",
-    ),
-    (
-        ErrorKind::DeviceFailed,
-        WARPIPE_DEVICE_FAILED,
-        c"device_failed",
-    ),
-    (ErrorKind::System, WARPIPE_SYSTEM, c"system"),
-    (
-        ErrorKind::LimitReached,
-        WARPIPE_LIMIT_REACHED,
-        c"limit_reached",
-    ),
-    (ErrorKind::NotFound, WARPIPE_NOT_FOUND, c"not_found"),
-    (
-        ErrorKind::NameConflict,
-        WARPIPE_NAME_CONFLICT,
-        c"name_conflict",
-    ),
-    (ErrorKind::Refused, WARPIPE_REFUSED, c"refused"),
-    (ErrorKind::Protocol, WARPIPE_PROTOCOL, c"protocol"),
-    (ErrorKind::PeerGone, WARPIPE_PEER_GONE, c"peer_gone"),
-    (ErrorKind::LinkClosed, WARPIPE_LINK_CLOSED, c"link_closed"),
-    (ErrorKind::DataLost, WARPIPE_DATA_LOST, c"data_lost"),
-    (ErrorKind::Timeout, WARPIPE_TIMEOUT, c"timeout"),
-    (ErrorKind::JobFailed, WARPIPE_JOB_FAILED, c"job_failed"),
-    (
-        ErrorKind::InvalidInput,
-        WARPIPE_INVALID_INPUT,
-        c"invalid_input",
-    ),
-    (
-        ErrorKind::InvalidState,
-        WARPIPE_INVALID_STATE,
-        c"invalid_state",
-    ),
-];
-
 fn status_of(kind: ErrorKind) -> warpipe_status {
-    let known = KINDS.iter().find(|&&(known, ..)| known == kind);
-    known.map_or(WARPIPE_INTERNAL, |&(_, status, _)| status)
+    match kind {
+        ErrorKind::DeviceUnavailable => WARPIPE_DEVICE_UNAVAILABLE,
+        ErrorKind::DeviceFailed => WARPIPE_DEVICE_FAILED,
+        ErrorKind::System => WARPIPE_SYSTEM,
+        ErrorKind::LimitReached => WARPIPE_LIMIT_REACHED,
+        ErrorKind::NotFound => WARPIPE_NOT_FOUND,
+        ErrorKind::NameConflict => WARPIPE_NAME_CONFLICT,
+        ErrorKind::Refused => WARPIPE_REFUSED,
+        ErrorKind::Protocol => WARPIPE_PROTOCOL,
+        ErrorKind::PeerGone => WARPIPE_PEER_GONE,
+        ErrorKind::LinkClosed => WARPIPE_LINK_CLOSED,
+        ErrorKind::DataLost => WARPIPE_DATA_LOST,
+        ErrorKind::Timeout => WARPIPE_TIMEOUT,
+        ErrorKind::JobFailed => WARPIPE_JOB_FAILED,
+        ErrorKind::InvalidInput => WARPIPE_INVALID_INPUT,
+        ErrorKind::InvalidState => WARPIPE_INVALID_STATE,
+        _ => WARPIPE_INTERNAL,
+    }
 }
 
 /// The last error of a thread.
@@ -266,12 +239,26 @@ fn last_error<R>(work: impl FnOnce(&LastError) -> R) -> Option<R> {
 /// A static string.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_status_name(status: u32) -> *const c_char {
-    let known = KINDS.iter().find(|&&(_, known, _)| known as u32 == status);
     let name = match status {
         0 => c"ok",
+        1 => c"device_unavailable",
+        2 => c"device_failed",
+        3 => c"system",
+        4 => c"limit_reached",
+        5 => c"not_found",
+        6 => c"name_conflict",
+        7 => c"refused",
+        8 => c"protocol",
+        9 => c"peer_gone",
+        10 => c"link_closed",
+        11 => c"data_lost",
+        12 => c"timeout",
+        13 => c"job_failed",
+        14 => c"invalid_input",
+        15 => c"invalid_state",
         16 => c"invalid_object",
         17 => c"internal",
-        _ => known.map_or(c"unknown", |&(.., name)| name),
+        _ => c"unknown",
     };
     name.as_ptr()
 }

@@ -5,6 +5,7 @@
 //! (until 2^32 later objects have had its place), and a call that is under way keeps its object
 //! until it returns.
 
+use std::ffi::c_void;
 use std::ops::Deref;
 
 use crate::warpipe_status::{WARPIPE_INVALID_OBJECT, WARPIPE_LIMIT_REACHED};
@@ -71,10 +72,12 @@ macro_rules! handles {
             }
         })+
 
-        /// The name of a type's number.
-        pub(crate) fn name_of(number: usize) -> Option<&'static str> {
+        /// The name of a type's number, and the end of a key of that type.
+        pub(crate) fn type_of(number: usize) -> Option<(&'static str, fn(u64) -> bool)> {
             match number {
-                $($number => Some(stringify!($name)),)+
+                $($number => Some((stringify!($name), |key| {
+                    <$name as $crate::handle::Handle>::table().close(key)
+                })),)+
                 _ => None,
             }
         }
@@ -127,9 +130,14 @@ fn refused<P: Handle>(refusal: Refusal) -> Failure {
     match refusal {
         Refusal::Closed => Failure::closed(name),
         Refusal::InUse => Failure::state(&format!(
-            "another thread is in a call on this {name}, which one thread at a time may use"
+            "another thread is in a call on this {name}, and one of the two calls uses it alone"
         )),
     }
+}
+
+/// The object behind a pointer, for this call alone: no other one uses it now.
+pub(crate) fn lock<P: Handle>(pointer: *const P) -> Result<Locked<P::Object>> {
+    P::table().lock(key_of(pointer)?).map_err(refused::<P>)
 }
 
 /// The object behind a pointer, if that is not null.
@@ -140,32 +148,38 @@ pub(crate) fn find_optional<P: Handle>(pointer: *const P) -> Result<Option<P::Gu
     find(pointer).map(Some)
 }
 
-/// Ends a pointer. Its object is dropped here, or by the last call that uses it. Null is nothing to
-/// close, as for `free(3)`.
-pub(crate) fn close<P: Handle>(pointer: *mut P) -> Result<()> {
-    if pointer.is_null() {
-        return Ok(());
+/// Ends a pointer of any type. Its object is dropped here, or by the last call that uses it. Null is
+/// nothing to close, as for `free(3)`.
+pub(crate) fn close(pointer: *mut c_void) -> Result<()> {
+    let (number, key) = parts(pointer.addr());
+    match crate::type_of(number) {
+        _ if pointer.is_null() => Ok(()),
+        Some((name, close)) => close(key)
+            .then_some(())
+            .ok_or_else(|| Failure::closed(name)),
+        None => Err(no_key("object of warpipe", pointer.addr())),
     }
-    let key = key_of(pointer)?;
-    let closed = P::table().close(key).then_some(());
-    closed.ok_or_else(|| Failure::closed(P::NAME))
 }
 
 #[inline]
 fn key_of<P: Handle>(pointer: *const P) -> Result<u64> {
-    let key = pointer.addr();
-    if key >> TYPE_SHIFT == P::TYPE {
-        return Ok((key & !(usize::MAX << TYPE_SHIFT)) as u64);
+    match parts(pointer.addr()) {
+        (number, key) if number == P::TYPE => Ok(key),
+        _ => Err(no_key(P::NAME, pointer.addr())),
     }
-    Err(no_key::<P>(key))
+}
+
+/// The number of a pointer's type, and its key in the table of that.
+fn parts(pointer: usize) -> (usize, u64) {
+    let key = pointer & !(usize::MAX << TYPE_SHIFT);
+    (pointer >> TYPE_SHIFT, key as u64)
 }
 
 #[cold]
-fn no_key<P: Handle>(key: usize) -> Failure {
-    let wanted = P::NAME;
-    let said = match crate::name_of(key >> TYPE_SHIFT) {
-        _ if key == 0 => format!("null was passed for a {wanted}"),
-        Some(found) => format!("a {found} was passed for a {wanted}"),
+fn no_key(wanted: &str, pointer: usize) -> Failure {
+    let said = match crate::type_of(parts(pointer).0) {
+        _ if pointer == 0 => format!("null was passed for a {wanted}"),
+        Some((found, _)) => format!("a {found} was passed for a {wanted}"),
         None => format!("this pointer is no {wanted}; pass one that this library gave"),
     };
     Failure::Own(WARPIPE_INVALID_OBJECT, said)

@@ -1,24 +1,38 @@
-//! Jobs that were submitted to a queue.
+//! Jobs that were submitted to a queue, and requests to a service.
 
 use std::ffi::c_void;
+use std::ops::Deref;
 
-use warpipe::{JobHandle, Stream};
+use warpipe::{JobHandle, Pending, Stream};
 
 use crate::arguments::timeout;
 use crate::call::{get, make_on, read, read_optional};
-use crate::{handle, run, warpipe_sample, warpipe_status};
+use crate::{warpipe_sample, warpipe_status};
 
-/// A job that was submitted. Any number of threads may use it; one of them gets the result.
+/// A job that was submitted to a queue, or a request that was sent to a service. Any number of
+/// threads may use it; one of them gets the result. A job outlives it: `warpipe_queue_next_result`
+/// gives the result, if that was not taken. A request ends with it, if its reply was not taken.
 pub struct warpipe_job(());
 
-/// Closes a job's handle. The job continues, and `warpipe_queue_next_result` gives its result, if
-/// that was not taken. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_job_close(job: *mut warpipe_job) -> warpipe_status {
-    run(|| handle::close(job))
+/// A job or a request that was submitted.
+#[derive(Debug)]
+pub(crate) enum Submitted {
+    Job(JobHandle),
+    Request(Pending),
 }
 
-/// The job's number in its queue, from 1.
+impl Deref for Submitted {
+    type Target = JobHandle;
+
+    fn deref(&self) -> &JobHandle {
+        match self {
+            Submitted::Job(job) => job,
+            Submitted::Request(request) => request,
+        }
+    }
+}
+
+/// The job's number in its queue, or the request's in its client, from 1.
 ///
 /// # Safety
 /// `id` is the address of a number.
@@ -38,8 +52,9 @@ pub unsafe extern "C" fn warpipe_job_get_id(
 /// `warpipe_sample_release_on`.
 ///
 /// `WARPIPE_JOB_FAILED`, once: every attempt failed, or a worker rejected it; `WARPIPE_TIMEOUT`,
-/// after which it can be waited for again; `WARPIPE_NOT_FOUND` when its outcome was taken, or the
-/// job was cancelled; `WARPIPE_INVALID_STATE` when the queue is closed.
+/// after which it can be waited for again, unless a request's deadline has passed, which
+/// `warpipe_job_is_done` says; `WARPIPE_NOT_FOUND` when its outcome was taken, or the
+/// job was cancelled; `WARPIPE_INVALID_STATE` when the queue or client is closed.
 ///
 /// # Safety
 /// `stream` is a stream of the queue's device, `sample` the address of a pointer.
@@ -50,14 +65,15 @@ pub unsafe extern "C" fn warpipe_job_wait(
     timeout_ns: u64,
     sample: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    let wait = |job: &JobHandle, stream: &Stream| Ok(job.wait(stream, timeout(timeout_ns))?.into());
+    let wait = |job: &Submitted, stream: &Stream| Ok(job.wait(stream, timeout(timeout_ns))?.into());
     // SAFETY: the caller's promises.
     unsafe { make_on(job, stream, "sample", sample, wait) }
 }
 
-/// Whether `warpipe_job_wait` would return at once: the outcome is there, or was taken.
+/// Whether `warpipe_job_wait` would return at once: the outcome is there, or was taken, or the
+/// deadline of a request has passed.
 ///
-/// `WARPIPE_INVALID_STATE` when the queue is closed.
+/// `WARPIPE_INVALID_STATE` when the queue or client is closed.
 ///
 /// # Safety
 /// `is_done` is the address of a `bool`.
@@ -73,7 +89,7 @@ pub unsafe extern "C" fn warpipe_job_is_done(
 /// Cancels the job: it is delivered no more, and the answer of a worker that has it is discarded.
 /// `*was_cancelled`, which may be null, becomes false if its outcome was taken before.
 ///
-/// `WARPIPE_INVALID_STATE` when the queue is closed.
+/// `WARPIPE_INVALID_STATE` when the queue or client is closed.
 ///
 /// # Safety
 /// `was_cancelled` is null or the address of a `bool`.

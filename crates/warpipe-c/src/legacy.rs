@@ -3,14 +3,12 @@
 
 use std::ffi::c_char;
 
-use warpipe::LegacyHandle;
+use warpipe::{Device, LegacyHandle};
 
 use crate::arguments::{put_text, text, timeout};
-use crate::call::{call, make};
-use crate::streams::Streams;
+use crate::call::call;
 use crate::{
-    Failure, MemoryKind, MemoryObject, consume, run, streams_of, warpipe_device, warpipe_memory,
-    warpipe_status,
+    MemoryKind, handle, make_memory_on, run, take, warpipe_device, warpipe_memory, warpipe_status,
 };
 
 /// A handle for `bytes` bytes at the device address `data`, which may lie anywhere in an allocation
@@ -55,7 +53,7 @@ pub unsafe extern "C" fn warpipe_legacy_export(
 /// the first GPU, else the host; it may be another GPU than the owner if the two have peer access.
 /// Does not wait.
 ///
-/// `*memory` is the caller's, to be closed by `warpipe_memory_close` or `warpipe_legacy_close`. It
+/// `*memory` is the caller's, to be closed by `warpipe_close` or `warpipe_legacy_close`. It
 /// may be read and written, by work on streams that `warpipe_memory_used_on` was called with.
 ///
 /// `WARPIPE_PEER_GONE` when the exporter is dead; `WARPIPE_NOT_FOUND` when it has freed the memory;
@@ -71,20 +69,18 @@ pub unsafe extern "C" fn warpipe_legacy_open(
     device: *const warpipe_device,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    let open = || {
+    let open = |device: &Device| {
         // SAFETY: the caller's promise.
         let found: LegacyHandle = unsafe { text("legacy_handle", legacy_handle) }?.parse()?;
-        let streams = streams_of(device)?;
-        let memory = found.open(streams.device())?;
-        Ok(MemoryObject::of(MemoryKind::Legacy(memory), &streams))
+        Ok(MemoryKind::Legacy(found.open(device)?))
     };
     // SAFETY: the caller's promise.
-    unsafe { make("memory", memory, open) }
+    unsafe { make_memory_on(device, memory, open) }
 }
 
 /// Waits, at most `timeout_ns` nanoseconds, until the streams that the memory was used on are past
 /// their work, and closes it (`cuIpcCloseMemHandle`, if it is the last one of its allocation).
-/// Closes `memory`. `warpipe_memory_close` does the same later, without waiting: this is for an
+/// Closes `memory`. `warpipe_close` does the same later, without waiting: this is for an
 /// exporter that waits to free the memory.
 ///
 /// `WARPIPE_TIMEOUT` when a stream is not done: it is closed when it is. `WARPIPE_INVALID_STATE`
@@ -95,14 +91,13 @@ pub extern "C" fn warpipe_legacy_close(
     memory: *mut warpipe_memory,
     timeout_ns: u64,
 ) -> warpipe_status {
-    let close = |held: &mut Option<MemoryKind>, _: &Streams| {
-        let legacy = held.take_if(|held| matches!(held, MemoryKind::Legacy(_)));
-        if let Some(MemoryKind::Legacy(memory)) = legacy {
-            return Ok(memory.close(timeout(timeout_ns))?);
+    run(|| {
+        let mut lent = handle::lock(memory)?;
+        let is_legacy = |held: &MemoryKind| matches!(held, MemoryKind::Legacy(_));
+        let said = "this memory was not opened by a legacy handle; close it with warpipe_close";
+        match take(&mut lent, is_legacy, said)? {
+            MemoryKind::Legacy(memory) => Ok(memory.close(timeout(timeout_ns))?),
+            _ => Ok(()),
         }
-        let said =
-            "this memory was not opened by a legacy handle; close it with warpipe_memory_close";
-        Err(Failure::state(said))
-    };
-    run(|| consume(memory, close))
+    })
 }

@@ -30,6 +30,7 @@ mod legacy;
 mod loan;
 mod members;
 mod memory;
+mod object;
 mod open;
 mod parts;
 mod pool;
@@ -47,8 +48,8 @@ mod worker;
 pub use self::{
     allocations::*, arguments::WARPIPE_USUAL_TIMEOUT, channel::*, device::*, dlpack::*, domain::*,
     event::*, failure::*, job::*, layout::*, lease::*, legacy::*, loan::*, members::*, memory::*,
-    open::*, parts::*, pool::*, queue::*, sample::*, semaphore::*, service::*, ticket::*,
-    timeline::*, version::*, watch::*, worker::*,
+    object::*, open::*, parts::*, pool::*, queue::*, sample::*, semaphore::*, service::*,
+    ticket::*, timeline::*, version::*, watch::*, worker::*,
 };
 
 use streams::OnDevice;
@@ -62,11 +63,10 @@ handle::handles! {
     6 warpipe_receipt: Found<warpipe::Receipt>;
     7 warpipe_loan: Locked<OnDevice<loan::LoanKind>>;
     8 warpipe_queue: Found<OnDevice<warpipe::Queue>>;
-    9 warpipe_job: Found<OnDevice<warpipe::JobHandle>>;
+    9 warpipe_job: Found<OnDevice<job::Submitted>>;
     10 warpipe_worker: Locked<OnDevice<lease::Answering<warpipe::Worker>>>;
-    11 warpipe_lease: Locked<OnDevice<lease::Owed>>;
+    11 warpipe_lease: Locked<OnDevice<lease::Answering<warpipe::AnswerHandle>>>;
     13 warpipe_client: Found<OnDevice<warpipe::Client>>;
-    14 warpipe_pending: Found<OnDevice<warpipe::Pending>>;
     15 warpipe_server: Locked<OnDevice<lease::Answering<warpipe::Server>>>;
     16 warpipe_watch: Found<warpipe::QueueWatch>;
     20 warpipe_memory: Found<memory::MemoryObject>;

@@ -11,7 +11,10 @@ use crate::handle::{self, Handle};
 use crate::{Failure, OnDevice, Result, layout_of, run, warpipe_layout, warpipe_status};
 
 /// Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
-/// device, then to send, to submit, or to answer with. Its contents are undefined at first.
+/// device, then to send, to submit, or to answer with. Its contents are undefined at first. Closed,
+/// it returns unused, behind the work of the streams that it was written on or passed with; if the
+/// caller's own kernels may be writing it, discard it with their stream (`warpipe_loan_discard`)
+/// instead.
 pub struct warpipe_loan(());
 
 /// The memory of a loan.
@@ -240,14 +243,6 @@ pub unsafe extern "C" fn warpipe_loan_send(
         }
         Err(failure)
     })
-}
-
-/// Returns a loan unused, behind the work of the streams that it was written on or passed with.
-/// Null is ignored. If the caller's own kernels may be writing it, call `warpipe_loan_discard` with
-/// their stream instead.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_loan_close(loan: *mut warpipe_loan) -> warpipe_status {
-    run(|| handle::close(loan))
 }
 
 /// Returns a loan unused, once the work enqueued on `stream` so far is done. Closes `loan`, also

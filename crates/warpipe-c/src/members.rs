@@ -9,9 +9,10 @@ use crate::arguments::{
     Options, admitted, fixed, flag, options, put_list, text, text_or_null, timeout,
 };
 use crate::call::{call, get, make, read};
-use crate::{Failure, domain_of, handle, run, state_of, warpipe_domain, warpipe_status};
+use crate::{Failure, domain_of, state_of, warpipe_domain, warpipe_status};
 
-/// This process as a member of a domain. Any number of threads may use it.
+/// This process as a member of a domain. Any number of threads may use it. Closed, it leaves the
+/// domain.
 pub struct warpipe_member(());
 
 /// The members of a domain, followed until this is closed. Any number of threads may use it.
@@ -150,7 +151,7 @@ impl warpipe_change {
 /// the member is closed or the process ends. A process may be several members. `options` may be
 /// null.
 ///
-/// `*member` is the caller's, to be closed by `warpipe_member_close`.
+/// `*member` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NAME_CONFLICT` while a living process has the name; `WARPIPE_INVALID_INPUT`, also for
 /// the role; `WARPIPE_SYSTEM`.
@@ -184,30 +185,11 @@ pub unsafe extern "C" fn warpipe_member_create(
     unsafe { make("member", member, build) }
 }
 
-/// This incarnation of a member, as its `warpipe_member_info` shows it: 16 bytes.
-///
-/// # Safety
-/// `generation` is the address of 16 bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_member_get_generation(
-    member: *const warpipe_member,
-    generation: *mut u8,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { get(member, "generation", generation.cast(), |it| it.generation) }
-}
-
-/// Leaves the domain. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_member_close(member: *mut warpipe_member) -> warpipe_status {
-    run(|| handle::close(member))
-}
-
 /// Watches the members of a domain (`inotify(7)`), on two threads of the library. Waits until the
 /// present ones have answered, at most a second for those that do not. `options` may be null. A
 /// watch is no member.
 ///
-/// `*members` is the caller's, to be closed by `warpipe_members_close`.
+/// `*members` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_SYSTEM`; `WARPIPE_LIMIT_REACHED` when there is no watch, thread or descriptor left.
 ///
@@ -289,10 +271,4 @@ pub unsafe extern "C" fn warpipe_members_get_fd(
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
     unsafe { get(members, "fd", fd, |members| members.as_fd().as_raw_fd()) }
-}
-
-/// Ends the watch. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_members_close(members: *mut warpipe_members) -> warpipe_status {
-    run(|| handle::close(members))
 }

@@ -4,22 +4,22 @@
 use std::ffi::{c_char, c_void};
 use std::ops::Deref;
 use std::os::fd::{BorrowedFd, IntoRawFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, RwLock, TryLockError, TryLockResult};
+use std::sync::Arc;
 
 use warpipe::{
-    Access, Buffer, DeviceId, DeviceKind, DeviceSlice, LegacyMemory, LentBuffer, Memory,
-    MemoryInfo, SharedMemory,
+    Access, Buffer, Device, DeviceId, DeviceKind, DeviceSlice, LegacyMemory, LentBuffer, Memory,
+    MemoryInfo, SharedMemory, Stream,
 };
 
 use crate::arguments::{choice, fixed, out, put_text, slice, slice_mut, timeout};
-use crate::call::{call, make, make_of, read};
-use crate::handle::Handle;
-use crate::streams::Streams;
-use crate::{Failure, OnDevice, Result, handle, run, streams_of, warpipe_device, warpipe_status};
+use crate::call::{call, call_on, get, make, make_beside};
+use crate::handle::{self, Handle, Locked};
+use crate::{Failure, OnDevice, Result, run, streams_of, warpipe_device, warpipe_status};
 
 /// A range of device memory: allocated by this process, opened by a ticket, a descriptor or a
-/// legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it.
+/// legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it. Closed, it stays
+/// until the streams that it was used on are past their work; a block returns to its pool then.
+/// Memory that other processes have open, or that is published, stays theirs.
 pub struct warpipe_memory(());
 
 /// How memory may be used.
@@ -92,7 +92,7 @@ impl MemoryKind {
         }
     }
 
-    fn info(&self) -> warpipe_memory_info {
+    pub(crate) fn info(&self) -> warpipe_memory_info {
         let mapped_bytes = match self {
             MemoryKind::Owned(memory) => memory.info().mapped_bytes,
             _ => 0,
@@ -109,109 +109,55 @@ impl MemoryKind {
     }
 }
 
-/// A range of memory, and the streams of the device that it is mapped on.
-#[derive(Debug)]
-pub(crate) struct MemoryObject(Arc<MemoryState>);
+/// A range of memory on the device that it is mapped on. Tensors of other frameworks share it.
+pub(crate) type MemoryObject = OnDevice<Arc<MemoryKind>>;
 
-#[derive(Debug)]
-struct MemoryState {
-    /// `None` once a call has consumed it. A call that uses it has the lock for reading.
-    held: RwLock<Option<MemoryKind>>,
-    streams: Arc<Streams>,
-    /// Tensors of other frameworks over it that were not deleted yet.
-    tensors: AtomicUsize,
-}
-
-/// Keeps memory for a tensor of another framework, also after the pointer is closed.
-#[derive(Debug)]
-pub(crate) struct TensorOwner(Arc<MemoryState>);
-
-impl Drop for TensorOwner {
-    fn drop(&mut self) {
-        self.0.tensors.fetch_sub(1, Ordering::Release);
+/// Takes memory that is used up if it is of a wanted kind, which closes the pointer.
+pub(crate) fn take(
+    lent: &mut Locked<MemoryObject>,
+    is_wanted: impl FnOnce(&MemoryKind) -> bool,
+    otherwise: &str,
+) -> Result<MemoryKind> {
+    if !is_wanted(&lent.object) {
+        return Err(Failure::state(otherwise));
     }
-}
-
-const NAME: &str = "warpipe_memory";
-
-impl MemoryObject {
-    pub(crate) fn of(memory: MemoryKind, streams: &Arc<Streams>) -> MemoryObject {
-        MemoryObject(Arc::new(MemoryState {
-            held: RwLock::new(Some(memory)),
-            streams: streams.clone(),
-            tensors: AtomicUsize::new(0),
-        }))
-    }
-
-    /// Runs `work` on memory that stays the caller's.
-    pub(crate) fn with<R>(
-        &self,
-        work: impl FnOnce(&MemoryKind, &Streams) -> Result<R>,
-    ) -> Result<R> {
-        let said = "another thread frees this warpipe_memory";
-        let held = locked(self.0.held.try_read(), said)?;
-        let memory = held.as_ref().ok_or_else(|| Failure::closed(NAME))?;
-        work(memory, &self.0.streams)
-    }
-
-    /// Runs `work` on memory, with an owner for the tensor that it makes.
-    pub(crate) fn with_owner<R>(
-        &self,
-        work: impl FnOnce(warpipe_memory_info, &Streams, TensorOwner) -> Result<R>,
-    ) -> Result<R> {
-        self.with(|found, streams| {
-            // Under the lock for reading, so that a call which frees the memory sees it.
-            self.0.tensors.fetch_add(1, Ordering::Relaxed);
-            work(found.info(), streams, TensorOwner(self.0.clone()))
-        })
-    }
-}
-
-fn locked<G>(tried: TryLockResult<G>, said: &str) -> Result<G> {
-    match tried {
-        Ok(held) => Ok(held),
-        Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => Err(Failure::state(said)),
-    }
-}
-
-/// Passes memory to `consume`, which takes it when it uses it up: then the pointer is closed.
-pub(crate) fn consume<R>(
-    memory: *mut warpipe_memory,
-    consume: impl FnOnce(&mut Option<MemoryKind>, &Streams) -> Result<R>,
-) -> Result<R> {
-    let object = handle::find(memory)?;
-    let said = "another thread is in a call on this warpipe_memory; free it after that";
-    let mut held = locked(object.0.held.try_write(), said)?;
-    if held.is_none() {
-        return Err(Failure::closed(NAME));
-    }
-    if object.0.tensors.load(Ordering::Acquire) > 0 {
-        let said = "a tensor of another framework uses this warpipe_memory; delete that first";
-        return Err(Failure::state(said));
-    }
-    let result = consume(&mut held, &object.0.streams);
-    let is_used_up = held.is_none();
-    drop(held);
-    if is_used_up {
-        // Only this call had the memory, so that only this call ends the pointer.
-        let _ = handle::close(memory);
-    }
-    result
+    let OnDevice { object, streams } = lent.take();
+    Arc::try_unwrap(object).map_err(|object| {
+        lent.put_back(OnDevice { object, streams });
+        Failure::state("a tensor of another framework uses this warpipe_memory; delete that first")
+    })
 }
 
 /// Writes the pointer of memory that `work` makes of an object, on that object's device.
 ///
 /// # Safety
-/// As for [`make_of`].
+/// As for [`make_beside`].
 pub(crate) unsafe fn make_memory_of<S: Handle<Object = OnDevice<T>>, T>(
     source: *const S,
     memory: *mut *mut warpipe_memory,
     work: impl FnOnce(&T) -> warpipe::Result<MemoryKind>,
 ) -> warpipe_status {
-    let work = |found: &mut S::Guard| Ok(MemoryObject::of(work(&found.object)?, &found.streams));
+    let work = |found: &mut S::Guard| Ok(Arc::new(work(&found.object)?));
     // SAFETY: the caller's promise.
-    unsafe { make_of(source, "memory", memory, work) }
+    unsafe { make_beside(source, "memory", memory, work) }
+}
+
+/// Writes the pointer of memory that `work` makes on a device.
+///
+/// # Safety
+/// As for [`make`].
+pub(crate) unsafe fn make_memory_on(
+    device: *const warpipe_device,
+    memory: *mut *mut warpipe_memory,
+    work: impl FnOnce(&Device) -> Result<MemoryKind>,
+) -> warpipe_status {
+    let make_object = || {
+        let streams = streams_of(device)?;
+        let object = Arc::new(work(streams.device())?);
+        Ok(OnDevice { object, streams })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("memory", memory, make_object) }
 }
 
 /// The access that an argument or option names.
@@ -228,7 +174,7 @@ pub(crate) fn access_of(name: &str, access: u32) -> Result<Access> {
 /// device's unit, 2 MiB on CUDA as a rule, a page on the host (`cuMemCreate`, `cuMemMap`). `device`
 /// may be null: the first GPU, else the host.
 ///
-/// `*memory` is the caller's, to be closed by `warpipe_memory_close`. The memory lives as long as
+/// `*memory` is the caller's, to be closed by `warpipe_close`. The memory lives as long as
 /// any process has it open.
 ///
 /// `WARPIPE_LIMIT_REACHED` when the device has no room; `WARPIPE_INVALID_INPUT` for 0 bytes;
@@ -242,13 +188,9 @@ pub unsafe extern "C" fn warpipe_memory_allocate(
     bytes: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    let allocate = || {
-        let streams = streams_of(device)?;
-        let allocated = Memory::allocate(streams.device(), bytes)?;
-        Ok(MemoryObject::of(MemoryKind::Owned(allocated), &streams))
-    };
+    let allocate = |device: &Device| Ok(MemoryKind::Owned(Memory::allocate(device, bytes)?));
     // SAFETY: the caller's promise.
-    unsafe { make("memory", memory, allocate) }
+    unsafe { make_memory_on(device, memory, allocate) }
 }
 
 /// Describes memory: its address, length and device.
@@ -261,11 +203,7 @@ pub unsafe extern "C" fn warpipe_memory_get_info(
     info: *mut warpipe_memory_info,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(memory, "info", info, |it| {
-            it.with(|held, _| Ok(held.info()))
-        })
-    }
+    unsafe { get(memory, "info", info, |memory| memory.info()) }
 }
 
 /// Enqueues a copy of `bytes` bytes from memory of the host to byte `offset`
@@ -285,15 +223,13 @@ pub unsafe extern "C" fn warpipe_memory_write(
     data: *const c_void,
     bytes: usize,
 ) -> warpipe_status {
-    let write = |memory: &MemoryKind, streams: &Streams| {
-        // SAFETY: the caller's promises.
-        let (data, stream) = unsafe {
-            let data = slice("data", data.cast::<u8>(), bytes)?;
-            (data, streams.get(stream)?)
-        };
-        Ok(memory.write(&stream, offset, data)?)
+    let write = |memory: &Arc<MemoryKind>, stream: &Stream| {
+        // SAFETY: the caller's promise.
+        let data = unsafe { slice("data", data.cast::<u8>(), bytes) }?;
+        Ok(memory.write(stream, offset, data)?)
     };
-    call(memory, |memory| memory.with(write))
+    // SAFETY: the caller's promise.
+    unsafe { call_on(memory, stream, write) }
 }
 
 /// Waits on the CPU for the streams that `warpipe_memory_write` and `warpipe_memory_used_on` were
@@ -312,12 +248,11 @@ pub unsafe extern "C" fn warpipe_memory_copy_to(
     bytes: usize,
     timeout_ns: u64,
 ) -> warpipe_status {
-    let copy = |memory: &MemoryKind, _: &Streams| {
+    call(memory, |memory| {
         // SAFETY: the caller's promise; bytes of any value are valid.
         let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
         Ok(memory.copy_to(offset, buffer, timeout(timeout_ns))?)
-    };
-    call(memory, |memory| memory.with(copy))
+    })
 }
 
 /// Says that the stream is about to be given work on this memory, which is neither unmapped nor
@@ -331,13 +266,12 @@ pub unsafe extern "C" fn warpipe_memory_used_on(
     memory: *const warpipe_memory,
     stream: *mut c_void,
 ) -> warpipe_status {
-    let use_on = |memory: &MemoryKind, streams: &Streams| {
-        // SAFETY: the caller's promise.
-        let stream = unsafe { streams.get(stream) }?;
-        memory.used_on(&stream);
+    let use_on = |memory: &Arc<MemoryKind>, stream: &Stream| {
+        memory.used_on(stream);
         Ok(())
     };
-    call(memory, |memory| memory.with(use_on))
+    // SAFETY: the caller's promise.
+    unsafe { call_on(memory, stream, use_on) }
 }
 
 /// A descriptor of allocated memory, close-on-exec (`cuMemExportToShareableHandle`, or a duplicate
@@ -360,10 +294,9 @@ pub unsafe extern "C" fn warpipe_memory_export_fd(
         // SAFETY: the caller's promise.
         let place = unsafe { out("fd", fd) }?;
         place.put(-1);
-        handle::find(memory)?.with(|memory, _| {
-            place.put(owned(memory)?.export_fd()?.into_raw_fd());
-            Ok(())
-        })
+        let memory = handle::find(memory)?;
+        place.put(owned(&memory)?.export_fd()?.into_raw_fd());
+        Ok(())
     })
 }
 
@@ -383,7 +316,7 @@ pub(crate) fn owned(memory: &MemoryKind) -> Result<&Memory> {
 /// GPU, else the host. The descriptor's type and size are checked. It stays the caller's, and may
 /// be closed afterwards.
 ///
-/// `*memory` is the caller's, to be closed by `warpipe_memory_close`.
+/// `*memory` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_DEVICE_FAILED`: another descriptor, another size, or memory that the device cannot
 /// reach; `WARPIPE_INVALID_INPUT`: no descriptor, no access, or more bytes than are mapped;
@@ -402,7 +335,7 @@ pub unsafe extern "C" fn warpipe_memory_import_fd(
     access: u32,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    let import = || {
+    let import = |device: &Device| {
         let uuid_bytes = if uuid.is_null() { 0 } else { 16 };
         // SAFETY: the caller's promise.
         let uuid = unsafe { slice("uuid", uuid, uuid_bytes) }?;
@@ -410,23 +343,22 @@ pub unsafe extern "C" fn warpipe_memory_import_fd(
             return Err(Failure::argument("fd", fd, "an open descriptor"));
         }
         let access = access_of("access", access)?;
-        let streams = streams_of(device)?;
         let info = MemoryInfo {
             bytes,
             mapped_bytes,
             device: DeviceId {
-                kind: streams.device().info().id.kind,
+                kind: device.info().id.kind,
                 uuid: uuid.try_into().unwrap_or_default(),
             },
         };
         // SAFETY: not -1; the caller keeps it open during the call. A number without a descriptor
         // is an error of the first call of the system that gets it.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        let imported = Memory::import_fd(streams.device(), fd, &info, access)?;
-        Ok(MemoryObject::of(MemoryKind::Shared(imported), &streams))
+        let imported = Memory::import_fd(device, fd, &info, access)?;
+        Ok(MemoryKind::Shared(imported))
     };
     // SAFETY: the caller's promise.
-    unsafe { make("memory", memory, import) }
+    unsafe { make_memory_on(device, memory, import) }
 }
 
 /// A ticket with which other processes open this block of a pool (`warpipe_ticket_open`) until it
@@ -447,16 +379,15 @@ pub unsafe extern "C" fn warpipe_memory_lend(
     capacity: usize,
     length: *mut usize,
 ) -> warpipe_status {
-    let lend = |memory: &MemoryKind, _: &Streams| {
+    call(memory, |memory| {
         let access = access_of("access", access)?;
-        let MemoryKind::Block(block) = memory else {
+        let MemoryKind::Block(block) = &*memory.object else {
             let said = "this memory is no block of a pool of this process; publish it instead (warpipe_memory_publish)";
             return Err(Failure::state(said));
         };
         // SAFETY: the caller's promises.
         unsafe { put_text(block.lend(access)?, buffer, capacity, length) }
-    };
-    call(memory, |memory| memory.with(lend))
+    })
 }
 
 /// Frees a block of a pool behind the work enqueued on the stream so far, and on the others that it
@@ -474,60 +405,52 @@ pub unsafe extern "C" fn warpipe_memory_free_on(
     stream: *mut c_void,
 ) -> warpipe_status {
     run(|| {
-        consume(memory, |held, streams| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { streams.get(stream) }?;
-            match held.take() {
-                Some(MemoryKind::Block(block)) => Ok(block.free(&stream)?),
-                Some(MemoryKind::Lent(block)) => Ok(block.free(&stream)?),
-                other => {
-                    *held = other;
-                    let said = "only a block of a pool is freed on a stream; close this memory (warpipe_memory_close)";
-                    Err(Failure::state(said))
-                }
-            }
-        })
+        let mut lent = handle::lock(memory)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { lent.streams.get(stream) }?.into_owned();
+        let is_block =
+            |held: &MemoryKind| matches!(held, MemoryKind::Block(_) | MemoryKind::Lent(_));
+        let said = "only a block of a pool is freed on a stream; close this memory (warpipe_close)";
+        match take(&mut lent, is_block, said)? {
+            MemoryKind::Block(block) => Ok(block.free(&stream)?),
+            MemoryKind::Lent(block) => Ok(block.free(&stream)?),
+            _ => Ok(()),
+        }
     })
-}
-
-/// Closes memory, once the streams that it was used on are past their work; does not wait. Memory
-/// that other processes have open, or that is published, stays theirs. A block returns to its pool.
-/// Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_memory_close(memory: *mut warpipe_memory) -> warpipe_status {
-    run(|| handle::close(memory))
 }
 
 #[cfg(test)]
 mod tests {
-    use warpipe::Device;
-
     use super::*;
+    use crate::streams::Streams;
     use crate::warpipe_status::{WARPIPE_INVALID_OBJECT, WARPIPE_INVALID_STATE};
 
     #[test]
     fn memory_that_a_call_uses_is_not_consumed_meanwhile() {
         let streams = Arc::new(Streams::new(Device::host()));
         let memory = Memory::allocate(streams.device(), 64).expect("the host has memory");
-        let memory = MemoryObject::of(MemoryKind::Owned(memory), &streams);
+        let object = Arc::new(MemoryKind::Owned(memory));
+        let memory = OnDevice { object, streams };
         let memory: *mut warpipe_memory = handle::reserve().expect("a free entry").fill(memory);
-        let with_it =
-            |work: &dyn Fn() -> Result<bool>| handle::find(memory)?.with(|_, _| Ok(work()));
-        let take = || consume(memory, |held, _| Ok(held.take().is_some()));
-        let refused = with_it(&take).expect("it is open");
+        let consume = || take(&mut handle::lock(memory)?, |_| true, "");
+
+        let used = handle::find(memory).expect("it is open");
+        let refused = consume();
         assert!(
             matches!(refused, Err(Failure::Own(WARPIPE_INVALID_STATE, _))),
             "{refused:?}"
         );
-        let used_in_use = consume(memory, |_, _| Ok(with_it(&|| Ok(true))));
-        let refused = used_in_use.expect("no call uses it");
+        drop(used);
+        let locked = handle::lock(memory).expect("no call uses it");
+        let refused = handle::find(memory);
         assert!(
             matches!(refused, Err(Failure::Own(WARPIPE_INVALID_STATE, _))),
             "{refused:?}"
         );
-        assert!(take().expect("no call uses it"));
+        drop(locked);
+        assert!(consume().is_ok());
         assert!(matches!(
-            take(),
+            consume(),
             Err(Failure::Own(WARPIPE_INVALID_OBJECT, _))
         ));
     }

@@ -1,18 +1,69 @@
-//! The options with which an endpoint of another process is opened by its name.
+//! The options of endpoints that several kinds have: made for other processes, or opened by name.
 
 use std::ffi::c_char;
 use std::time::Duration;
 
-use warpipe::{Device, OpenOptions};
+use warpipe::{CreateOptions, Device, OpenOptions};
 
-use crate::arguments::{text, timeout};
+use crate::arguments::{admitted, text, timeout};
 use crate::handle::Handle;
 use crate::{
-    OnDevice, device_options, domain_of, make_with, warpipe_device, warpipe_domain, warpipe_status,
+    OnDevice, Result, device_options, domain_of, make_with, warpipe_device, warpipe_domain,
+    warpipe_status,
 };
 
-/// Options of `warpipe_timeline_open`, `warpipe_semaphore_open` and `warpipe_pool_client_open`.
-/// Begin with `{.size = sizeof(warpipe_open_options)}`; a field that is 0 has its default.
+/// Options of `warpipe_timeline_create`, `warpipe_event_create`, `warpipe_semaphore_create` and
+/// `warpipe_allocation_server_create`. Begin with `{.size = sizeof(warpipe_create_options)}`; a field
+/// that is 0 has its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_create_options {
+    /// `sizeof(warpipe_create_options)`.
+    pub size: usize,
+    /// The domain in which other processes find it; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device of its streams; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// Users that are admitted beside this process's own; the domain's directory must admit them,
+    /// too. Each can write a semaphore's page: a wrong one can take permits that are not its own, and
+    /// let in more than the maximum.
+    pub allow_uids: *const u32,
+    /// How many those are.
+    pub allow_uids_count: usize,
+    /// Groups that are admitted.
+    pub allow_gids: *const u32,
+    /// How many those are.
+    pub allow_gids_count: usize,
+}
+
+device_options!(warpipe_create_options);
+
+/// Makes an endpoint for other processes, with these options.
+///
+/// # Safety
+/// As for [`make_with`]; the options name arrays of as many elements as they say.
+pub(crate) unsafe fn create<P: Handle<Object = OnDevice<T>>, T>(
+    said: &str,
+    place: *mut *mut P,
+    options: *const warpipe_create_options,
+    create: impl FnOnce(CreateOptions) -> Result<T>,
+) -> warpipe_status {
+    let create = |options: &warpipe_create_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let (allow_uids, allow_gids) = unsafe { admitted!(options) };
+        create(CreateOptions {
+            domain: domain_of(options.domain)?,
+            device: Some(device.clone()),
+            allow_uids,
+            allow_gids,
+        })
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with(said, place, options, create) }
+}
+
+/// Options of `warpipe_timeline_open`, `warpipe_event_open`, `warpipe_semaphore_open`,
+/// `warpipe_pool_client_open` and `warpipe_allocation_client_open`. Begin with `{.size = sizeof(warpipe_open_options)}`; a field that is 0 has its default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct warpipe_open_options {

@@ -7,15 +7,16 @@ use warpipe::{Device, Pool, PoolClient, PoolOptions, Quota};
 use crate::arguments::{admitted, number, slice, text, timeout};
 use crate::call::get;
 use crate::{
-    MemoryKind, device_options, domain_of, handle, make_memory_of, make_with, open_named, run,
-    warpipe_device, warpipe_domain, warpipe_memory, warpipe_open_options, warpipe_status,
+    MemoryKind, device_options, domain_of, make_memory_of, make_with, open_named, warpipe_device,
+    warpipe_domain, warpipe_memory, warpipe_open_options, warpipe_status,
 };
 
 /// Device memory that is handed out in blocks, to this process and to others. Any number of threads
-/// may use it.
+/// may use it. Closed, it releases its name, and clients get no more memory; blocks in use stay
+/// valid until they are closed.
 pub struct warpipe_pool(());
 
-/// A client of another process's pool. Any number of threads may use it.
+/// A client of another process's pool. Any number of threads may use it. Its blocks outlive it.
 pub struct warpipe_pool_client(());
 
 /// Options of a pool. Begin with `{.size = sizeof(warpipe_pool_options)}`; a field that is 0 has
@@ -131,7 +132,7 @@ pub struct warpipe_pool_stats {
 /// Makes a pool of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`). `options`
 /// may be null.
 ///
-/// `*pool` is the caller's, to be closed by `warpipe_pool_close`.
+/// `*pool` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
 /// `WARPIPE_LIMIT_REACHED` for a reserve above the limit, or when the device has no room;
@@ -176,7 +177,7 @@ pub unsafe extern "C" fn warpipe_pool_create(
 /// other blocks to be freed. Its contents are what this user left there, or zeros.
 ///
 /// `*memory` is the caller's, to be closed by `warpipe_memory_free_on`, behind a stream's work, or
-/// `warpipe_memory_close`: the block is used again when the streams that it was used on are past
+/// `warpipe_close`: the block is used again when the streams that it was used on are past
 /// it, and all processes that opened it have closed it, too. It stays valid when the pool is
 /// closed.
 ///
@@ -276,17 +277,10 @@ pub unsafe extern "C" fn warpipe_pool_get_stats(
     unsafe { get(pool, "stats", stats, |pool| stats_of(pool)) }
 }
 
-/// Closes a pool: its name is released, and clients get no more memory. Blocks in use stay valid
-/// until they are closed. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_pool_close(pool: *mut warpipe_pool) -> warpipe_status {
-    run(|| handle::close(pool))
-}
-
 /// Connects to the pool of this name in another process, to allocate from its memory. `options` may
 /// be null. A block that its owner lends needs no client: `warpipe_ticket_open`.
 ///
-/// `*client` is the caller's, to be closed by `warpipe_pool_client_close`.
+/// `*client` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`, also for a device
 /// that cannot reach its memory; `WARPIPE_NAME_CONFLICT` when something else has the name;
@@ -309,7 +303,7 @@ pub unsafe extern "C" fn warpipe_pool_client_open(
 /// had it.
 ///
 /// `*memory` is the caller's, to be closed by `warpipe_memory_free_on`, behind a stream's work, or
-/// `warpipe_memory_close`: then, or when this process has died, the block returns to its owner. It
+/// `warpipe_close`: then, or when this process has died, the block returns to its owner. It
 /// stays valid when its owner closes the pool, or dies.
 ///
 /// `WARPIPE_LIMIT_REACHED` when the blocks in use, or this user's quota, leave no room, or the
@@ -330,23 +324,4 @@ pub unsafe extern "C" fn warpipe_pool_client_allocate(
     let allocate = |client: &PoolClient| client.allocate(bytes, timeout).map(MemoryKind::Lent);
     // SAFETY: the caller's promise.
     unsafe { make_memory_of(client, memory, allocate) }
-}
-
-/// Whether the owner has closed the pool or has died: its blocks stay valid then.
-///
-/// # Safety
-/// `is_gone` is the address of a `bool`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_pool_client_is_owner_gone(
-    client: *const warpipe_pool_client,
-    is_gone: *mut bool,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { get(client, "is_gone", is_gone, |it| it.is_owner_gone()) }
-}
-
-/// Closes a client of a pool. Its blocks stay valid until they are closed. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_pool_client_close(client: *mut warpipe_pool_client) -> warpipe_status {
-    run(|| handle::close(client))
 }

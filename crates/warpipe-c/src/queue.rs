@@ -7,18 +7,20 @@ use warpipe::{
 };
 
 use crate::arguments::{
-    choice, number, out, put_unless_null, slice, slice_mut, text, time, time_option, timeout,
+    choice, number, out, put_unless_null, slice_mut, text, time, time_option, timeout,
     timeout_unless_usual,
 };
 use crate::call::{call, make_on, make_optional};
 use crate::{
-    LoanKind, Result, Unpassed, device_options, domain_of, handle, layout_of, lend, make_with,
-    pass, run, warpipe_device, warpipe_domain, warpipe_job, warpipe_layout, warpipe_loan,
+    LoanKind, Result, Submitted, Unpassed, device_options, domain_of, handle, lend, make_with,
+    pass, warpipe_device, warpipe_domain, warpipe_job, warpipe_layout, warpipe_loan,
     warpipe_sample, warpipe_status,
 };
 
 /// Hands jobs to worker processes, each to one, and gets each one's result once. A job that a
 /// worker's death or failure leaves goes to another worker. Any number of threads may use it.
+/// Closed, its jobs end without an outcome, and its workers get `WARPIPE_PEER_GONE`; results that
+/// were taken stay usable, and a job's handle says `WARPIPE_INVALID_STATE`.
 pub struct warpipe_queue(());
 
 /// The order in which `warpipe_queue_next_result` gives results.
@@ -118,7 +120,7 @@ fn order_of(order: u32) -> Result<ResultOrder> {
 /// Makes a queue of `name` (as a publisher's), and begins to accept workers.
 /// `options` may be null.
 ///
-/// `*queue` is the caller's, to be closed by `warpipe_queue_close`.
+/// `*queue` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
 /// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
@@ -155,14 +157,6 @@ pub unsafe extern "C" fn warpipe_queue_create(
     unsafe { make_with("queue", queue, options, build) }
 }
 
-/// Closes a queue: its jobs end without an outcome, and its workers get `WARPIPE_PEER_GONE`.
-/// Results that were taken stay usable; a job's handle says `WARPIPE_INVALID_STATE`. While another
-/// thread is in a call on it, it ends when that call returns. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_queue_close(queue: *mut warpipe_queue) -> warpipe_status {
-    run(|| handle::close(queue))
-}
-
 /// Lends memory for the input of a job, a tensor of this layout, with undefined contents.
 ///
 /// `*loan` is the caller's, to be closed by `warpipe_queue_submit` or `warpipe_loan_discard`.
@@ -186,7 +180,7 @@ pub unsafe extern "C" fn warpipe_queue_loan(
 /// `timeout_ns` nanoseconds for room (`WARPIPE_USUAL_TIMEOUT`: as long as the queue's options say),
 /// but neither for a worker nor for the device.
 ///
-/// `*job` is the caller's, to be closed by `warpipe_job_close`. `job` may be null: then
+/// `*job` is the caller's, to be closed by `warpipe_close`. `job` may be null: then
 /// `warpipe_queue_next_result` gives the result.
 ///
 /// Closes `loan` when it succeeds, and also when the driver fails after a worker has seen the job
@@ -214,7 +208,7 @@ pub unsafe extern "C" fn warpipe_queue_submit(
             Some(limit) => queue.submit_within(loan, &stream, limit),
             None => queue.submit(loan, &stream),
         })?;
-        Ok(queue.beside(submitted))
+        Ok(queue.beside(Submitted::Job(submitted)))
     };
     // SAFETY: the caller's promise.
     unsafe { make_optional(job, submit) }
@@ -227,44 +221,6 @@ impl From<SubmitError> for Unpassed {
             loan: failed.returned,
         }
     }
-}
-
-/// Loans, copies from memory of the host and submits, in one call. The source may be reused when
-/// the call returns.
-///
-/// `layout` may be null: then the input is a tensor of `bytes` bytes (`WARPIPE_UINT8`). `job` is as
-/// for `warpipe_queue_submit`. Fails as `warpipe_queue_loan` and `warpipe_queue_submit`.
-///
-/// # Safety
-/// `data` is the address of `bytes` bytes; `stream` is a stream of the queue's device; `layout` is
-/// null or the address of a layout, `job` null or that of a pointer.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_queue_submit_host(
-    queue: *const warpipe_queue,
-    stream: *mut c_void,
-    layout: *const warpipe_layout,
-    data: *const c_void,
-    bytes: usize,
-    job: *mut *mut warpipe_job,
-) -> warpipe_status {
-    let submit = || {
-        let queue = handle::find(queue)?;
-        // SAFETY: the caller's promises.
-        let (data, stream) = unsafe {
-            let data = slice("data", data.cast::<u8>(), bytes)?;
-            (data, queue.streams.get(stream)?)
-        };
-        if layout.is_null() {
-            return Ok(queue.beside(queue.submit_bytes(data, &stream)?));
-        }
-        // SAFETY: the caller's promise.
-        let mut input = queue.loan(&unsafe { layout_of(layout) }?)?;
-        input.write(&stream, data)?;
-        let submitted = queue.submit(input, &stream).map_err(Error::from)?;
-        Ok(queue.beside(submitted))
-    };
-    // SAFETY: the caller's promise.
-    unsafe { make_optional(job, submit) }
 }
 
 /// Waits for the next result, in the order of the queue's options, of a job that
@@ -337,7 +293,7 @@ pub extern "C" fn warpipe_queue_drain(
 
 /// Takes no more jobs, and waits until every job has its outcome. Then, also after a timeout here,
 /// the queue's name is free, and its workers get `WARPIPE_PEER_GONE`. The outcomes stay to be taken
-/// until `warpipe_queue_close`.
+/// until `warpipe_close`.
 ///
 /// `WARPIPE_TIMEOUT`; the queue takes no more jobs all the same.
 #[unsafe(no_mangle)]

@@ -9,13 +9,14 @@ use crate::call::{call, call_on, make_optional, read};
 use crate::{handle, run, warpipe_layout, warpipe_status};
 
 /// A tensor in another process's memory, received from a channel, as the result of a job or a
-/// request, or as the input of one. Memory that this process may only read.
+/// request, or as the input of one. Memory that this process may only read. Closed, it is released
+/// behind the work of the stream that it was received with.
 pub struct warpipe_sample(());
 
 /// Says later whether the data of a released sample was complete.
 pub struct warpipe_receipt(());
 
-/// A received tensor, as `warpipe_sample_get_info` and `warpipe_lease_get_info` describe it.
+/// A received tensor, as `warpipe_sample_get_info` describes it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct warpipe_sample_info {
@@ -26,7 +27,7 @@ pub struct warpipe_sample_info {
     pub slot: u64,
     /// The tensor's layout.
     pub layout: warpipe_layout,
-    /// The bytes that were sent with the tensor, valid as long as the sample or lease is.
+    /// The bytes that were sent with the tensor, valid as long as the sample is.
     pub metadata: *const u8,
     /// How many those are.
     pub metadata_bytes: usize,
@@ -250,7 +251,7 @@ pub extern "C" fn warpipe_sample_finish(
 
 /// Releases a sample behind the work of the stream that it was received with, without waiting.
 /// Closes `sample`. `*receipt` says later whether the data was complete; it is the caller's, to be
-/// closed by `warpipe_receipt_close`. `receipt` may be null: then a lost sample goes unnoticed.
+/// closed by `warpipe_close`. `receipt` may be null: then a lost sample goes unnoticed.
 ///
 /// `WARPIPE_DEVICE_FAILED` when the release could not be enqueued: the slot returns later.
 ///
@@ -299,10 +300,4 @@ pub extern "C" fn warpipe_receipt_wait(
     timeout_ns: u64,
 ) -> warpipe_status {
     call(receipt, |receipt| Ok(receipt.wait(timeout(timeout_ns))?))
-}
-
-/// Closes a receipt. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_receipt_close(receipt: *mut warpipe_receipt) -> warpipe_status {
-    run(|| handle::close(receipt))
 }

@@ -2,49 +2,25 @@
 
 use std::ffi::{c_char, c_void};
 
-use warpipe::{Device, Semaphore, Stream};
+use warpipe::{Semaphore, Stream};
 
-use crate::arguments::{create_options, number, text, timeout};
+use crate::arguments::{text, timeout};
 use crate::call::{get, make_beside, make_on};
 use crate::{
-    OnDevice, device_options, handle, make_with, open_named, run, warpipe_device, warpipe_domain,
-    warpipe_open_options, warpipe_status,
+    OnDevice, create, handle, open_named, run, warpipe_create_options, warpipe_open_options,
+    warpipe_status,
 };
 
 /// A limited number of permits, held in any number of processes of one machine. Permits go to the
-/// thread that has waited longest. Any number of threads may use it.
+/// thread that has waited longest. Any number of threads may use it. Closed by its maker, it ends
+/// when its permits are closed, too, and their streams are past their work: waits end with
+/// `WARPIPE_PEER_GONE` then.
 pub struct warpipe_semaphore(());
 
 /// A permit of a semaphore. It returns when it is released or closed, or when its holder's death is
-/// proven.
+/// proven. Closed, it is released behind the work of the stream that it was acquired on, or at once
+/// if it was acquired on the CPU.
 pub struct warpipe_permit(());
-
-/// Options of `warpipe_semaphore_create`. Begin with `{.size = sizeof(warpipe_semaphore_options)}`;
-/// a field that is 0 has its default.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct warpipe_semaphore_options {
-    /// `sizeof(warpipe_semaphore_options)`.
-    pub size: usize,
-    /// The domain of its name; the environment's by default.
-    pub domain: *const warpipe_domain,
-    /// The device of the streams that take permits; the first GPU by default, else the host.
-    pub device: *const warpipe_device,
-    /// The number of permits, 1 to 1024; 1 by default.
-    pub permits: u32,
-    /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too. Each can write the semaphore's page: a wrong one can take permits that are not its
-    /// own, and let in more than the maximum. Admit users that you trust with it.
-    pub allow_uids: *const u32,
-    /// How many those are.
-    pub allow_uids_count: usize,
-    /// Groups that are admitted.
-    pub allow_gids: *const u32,
-    /// How many those are.
-    pub allow_gids_count: usize,
-}
-
-device_options!(warpipe_semaphore_options);
 
 /// The state of a semaphore at this moment: it may have changed when the call returns.
 #[repr(C)]
@@ -59,9 +35,9 @@ pub struct warpipe_semaphore_info {
 }
 
 /// Makes a semaphore of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`), with
-/// all permits free. `options` may be null.
+/// this number of `permits`, 1 to 1024, all free. `options` may be null.
 ///
-/// `*semaphore` is the caller's, to be closed by `warpipe_semaphore_close`.
+/// `*semaphore` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
 /// `WARPIPE_INVALID_INPUT`, also for the number of permits; `WARPIPE_SYSTEM`;
@@ -73,21 +49,22 @@ pub struct warpipe_semaphore_info {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_semaphore_create(
     name: *const c_char,
-    options: *const warpipe_semaphore_options,
+    permits: u32,
+    options: *const warpipe_create_options,
     semaphore: *mut *mut warpipe_semaphore,
 ) -> warpipe_status {
-    let build = |options: &warpipe_semaphore_options, device: &Device| {
-        // SAFETY: the caller's promises.
-        let (name, create) = unsafe { (text("name", name)?, create_options!(options, device)) };
-        Ok(Semaphore::new(name, number(options.permits, 1), create)?)
+    let build = |options| {
+        // SAFETY: the caller's promise.
+        let name = unsafe { text("name", name) }?;
+        Ok(Semaphore::new(name, permits, options)?)
     };
     // SAFETY: the caller's promises.
-    unsafe { make_with("semaphore", semaphore, options, build) }
+    unsafe { create("semaphore", semaphore, options, build) }
 }
 
 /// Opens the semaphore of this name, of any process, including this one. `options` may be null.
 ///
-/// `*semaphore` is the caller's, to be closed by `warpipe_semaphore_close`.
+/// `*semaphore` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`, also for another
 /// kind of device; `WARPIPE_NAME_CONFLICT` when something else has the name;
@@ -110,7 +87,7 @@ pub unsafe extern "C" fn warpipe_semaphore_open(
 /// it takes a permit that is free and that no thread waits for.
 ///
 /// `*permit` is the caller's, to be closed by `warpipe_permit_release`,
-/// `warpipe_permit_release_now` or `warpipe_permit_close`.
+/// `warpipe_permit_release_now` or `warpipe_close`.
 ///
 /// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` when the semaphore's maker is gone;
 /// `WARPIPE_INVALID_INPUT` for a stream of another device; `WARPIPE_INVALID_STATE` for a stream
@@ -172,20 +149,13 @@ pub unsafe extern "C" fn warpipe_semaphore_get_info(
     unsafe { get(semaphore, "info", info, |semaphore| info_of(semaphore)) }
 }
 
-/// Closes a semaphore. That of its maker ends when its permits are closed, too, and their streams
-/// are past their work: waits end with `WARPIPE_PEER_GONE` then. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_semaphore_close(semaphore: *mut warpipe_semaphore) -> warpipe_status {
-    run(|| handle::close(semaphore))
-}
-
 /// Releases a permit behind the stream's work so far (`cuStreamWriteValue64`), and returns at once:
 /// the next holder gets it now, and its stream waits for that work. `stream` may be another one
 /// than the permit was acquired on; the caller orders work on further streams before it. Closes
 /// `permit`, whatever the result.
 ///
 /// `WARPIPE_INVALID_INPUT` for a stream of another device, `WARPIPE_INVALID_STATE` for one that is
-/// being captured: the permit is released as by `warpipe_permit_close`. `WARPIPE_DEVICE_FAILED`:
+/// being captured: the permit is released as by `warpipe_close`. `WARPIPE_DEVICE_FAILED`:
 /// the next holder gets it when the stream's work is known to be done.
 ///
 /// # Safety
@@ -212,11 +182,4 @@ pub extern "C" fn warpipe_permit_release_now(permit: *mut warpipe_permit) -> war
         permit.release_now();
         Ok(())
     })
-}
-
-/// Releases a permit behind the work of the stream that it was acquired on, or at once if it was
-/// acquired on the CPU. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_permit_close(permit: *mut warpipe_permit) -> warpipe_status {
-    run(|| handle::close(permit))
 }

@@ -2,26 +2,24 @@
 
 use std::ffi::{c_char, c_void};
 use std::os::fd::{AsFd, AsRawFd};
-use std::time::Duration;
 
-use warpipe::{Client, ClientOptions, Device, Pending, Server, ServerOptions, Stream};
+use warpipe::{Client, ClientOptions, Device, Server, ServerOptions, Stream};
 
 use crate::arguments::{number, text, time, time_option, timeout};
-use crate::call::{call, get, make_alone_on, make_on, read};
+use crate::call::{call, get, make_on};
 use crate::{
-    Answering, LoanKind, Owed, Result, device_options, domain_of, handle, lend, make_with, pass,
-    run, warpipe_device, warpipe_domain, warpipe_layout, warpipe_lease, warpipe_loan,
+    Answering, LoanKind, Submitted, device_options, domain_of, lend, make_lease, make_with, pass,
+    warpipe_device, warpipe_domain, warpipe_job, warpipe_layout, warpipe_lease, warpipe_loan,
     warpipe_queue_state, warpipe_sample, warpipe_status,
 };
 
-/// Sends requests to the servers of a service. Any number of threads may use it.
+/// Sends requests to the servers of a service. Any number of threads may use it. Closed, its
+/// requests are withdrawn; replies that were taken stay usable.
 pub struct warpipe_client(());
 
-/// A request without a reply. Any number of threads may use it; one of them gets the reply.
-pub struct warpipe_pending(());
-
 /// Answers the requests of all clients of a service, together with its other servers. One thread at
-/// a time may use it; its leases may go to any thread.
+/// a time may use it; its leases may go to any thread. Closed, requests that it was sent and has
+/// not accepted go to other servers; its leases can still be answered.
 pub struct warpipe_server(());
 
 /// Options of a client. Begin with `{.size = sizeof(warpipe_client_options)}`; a field that is 0
@@ -83,7 +81,7 @@ device_options!(warpipe_server_options);
 /// Makes a client of `service` (a name as a publisher's, of at most 40 bytes). No server needs to
 /// exist yet. `options` may be null.
 ///
-/// `*client` is the caller's, to be closed by `warpipe_client_close`.
+/// `*client` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
 ///
@@ -116,16 +114,9 @@ pub unsafe extern "C" fn warpipe_client_create(
     unsafe { make_with("client", client, options, build) }
 }
 
-/// Closes a client: its requests are withdrawn. Replies that were taken stay usable. While another
-/// thread is in a call on it, it ends when that call returns. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_client_close(client: *mut warpipe_client) -> warpipe_status {
-    run(|| handle::close(client))
-}
-
 /// Lends memory for a request, a tensor of this layout, with undefined contents.
 ///
-/// `*loan` is the caller's, to be closed by `warpipe_client_call`, `warpipe_client_request` or
+/// `*loan` is the caller's, to be closed by `warpipe_client_request` or
 /// `warpipe_loan_discard`.
 ///
 /// `WARPIPE_LIMIT_REACHED` when the memory limit is in use for longer than the loan's timeout, or
@@ -143,39 +134,11 @@ pub unsafe extern "C" fn warpipe_client_loan(
     unsafe { lend(client, layout, loan, Client::loan, LoanKind::Job) }
 }
 
-/// Sends a loan of this client as a request, behind the work enqueued on `stream` so far, and waits
-/// for the reply: `deadline_ns` nanoseconds from now at most, after which no server begins it. The
-/// reply is complete: work on `stream` may read it at once.
-///
-/// `*reply` is the caller's, to be closed by `warpipe_sample_finish`, `warpipe_sample_release` or
-/// `warpipe_sample_release_on`.
-///
-/// Closes `loan` once the request is sent; until then it fails as `warpipe_client_request`, and the
-/// loan stays the caller's. Then `WARPIPE_TIMEOUT` when the deadline has passed;
-/// `WARPIPE_JOB_FAILED` when a server rejected it or every attempt failed.
-///
-/// # Safety
-/// `stream` is a stream of the client's device, `reply` the address of a pointer.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_client_call(
-    client: *const warpipe_client,
-    loan: *mut warpipe_loan,
-    stream: *mut c_void,
-    deadline_ns: u64,
-    reply: *mut *mut warpipe_sample,
-) -> warpipe_status {
-    let call = |client: &Client, stream: &Stream| {
-        let pending = request(client, loan, stream, deadline_ns)?;
-        Ok(pending.wait(stream, Duration::MAX)?.into())
-    };
-    // SAFETY: the caller's promises.
-    unsafe { make_on(client, stream, "reply", reply, call) }
-}
-
 /// Sends a loan of this client as a request, behind the work enqueued on `stream` so far. The reply
-/// is wanted within `deadline_ns` nanoseconds from now; no server begins the request later.
+/// is wanted within `deadline_ns` nanoseconds from now; no server begins the request later, and
+/// waits for its reply end then.
 ///
-/// `*pending` is the caller's, to be closed by `warpipe_pending_close`.
+/// `*request` is the caller's, to be closed by `warpipe_close`: `warpipe_job_wait` gives the reply.
 ///
 /// Closes `loan` when it succeeds, and also when the driver fails after a server has seen the
 /// request (`WARPIPE_DEVICE_FAILED`). Else the loan stays the caller's: `WARPIPE_LIMIT_REACHED`
@@ -184,28 +147,21 @@ pub unsafe extern "C" fn warpipe_client_call(
 /// is being captured.
 ///
 /// # Safety
-/// `stream` is a stream of the client's device, `pending` the address of a pointer.
+/// `stream` is a stream of the client's device, `request` the address of a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_client_request(
     client: *const warpipe_client,
     loan: *mut warpipe_loan,
     stream: *mut c_void,
     deadline_ns: u64,
-    pending: *mut *mut warpipe_pending,
+    request: *mut *mut warpipe_job,
 ) -> warpipe_status {
-    let request = |client: &Client, stream: &Stream| request(client, loan, stream, deadline_ns);
+    let send = |client: &Client, stream: &Stream| {
+        let deadline = timeout(deadline_ns);
+        pass(loan, |loan| client.request(loan, stream, deadline)).map(Submitted::Request)
+    };
     // SAFETY: the caller's promises.
-    unsafe { make_on(client, stream, "pending", pending, request) }
-}
-
-fn request(
-    client: &Client,
-    loan: *mut warpipe_loan,
-    stream: &Stream,
-    deadline_ns: u64,
-) -> Result<Pending> {
-    let deadline = timeout(deadline_ns);
-    pass(loan, |loan| client.request(loan, stream, deadline))
+    unsafe { make_on(client, stream, "request", request, send) }
 }
 
 /// Waits until `count` servers are attached. A server attaches to a new client while it is in
@@ -239,59 +195,10 @@ pub unsafe extern "C" fn warpipe_client_get_state(
     })
 }
 
-/// Waits for the reply, up to `timeout_ns` nanoseconds and until the deadline at most; 0 takes it
-/// if it is there. It is complete: work on `stream` may read it at once. The request's handle stays
-/// the caller's.
-///
-/// `*reply` is the caller's, to be closed by `warpipe_sample_finish`, `warpipe_sample_release` or
-/// `warpipe_sample_release_on`.
-///
-/// `WARPIPE_TIMEOUT`; `warpipe_pending_is_done` says whether the deadline has passed;
-/// `WARPIPE_JOB_FAILED`, once, when a server rejected it or every attempt failed;
-/// `WARPIPE_NOT_FOUND` when the reply was taken; `WARPIPE_INVALID_STATE` when the client is closed.
-///
-/// # Safety
-/// `stream` is a stream of the client's device, `reply` the address of a pointer.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_pending_wait(
-    pending: *const warpipe_pending,
-    stream: *mut c_void,
-    timeout_ns: u64,
-    reply: *mut *mut warpipe_sample,
-) -> warpipe_status {
-    let timeout = timeout(timeout_ns);
-    let wait = |pending: &Pending, stream: &Stream| Ok(pending.wait(stream, timeout)?.into());
-    // SAFETY: the caller's promises.
-    unsafe { make_on(pending, stream, "reply", reply, wait) }
-}
-
-/// Whether `warpipe_pending_wait` would return at once: the reply is there, or was taken, or the
-/// deadline has passed.
-///
-/// `WARPIPE_INVALID_STATE` when the client is closed.
-///
-/// # Safety
-/// `is_done` is the address of a `bool`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_pending_is_done(
-    pending: *const warpipe_pending,
-    is_done: *mut bool,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { read(pending, "is_done", is_done, |it| it.is_done()) }
-}
-
-/// Closes a request's handle, and withdraws the request if its reply was not taken. Null is
-/// ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_pending_close(pending: *mut warpipe_pending) -> warpipe_status {
-    run(|| handle::close(pending))
-}
-
 /// Makes a server of `service` (a name as a publisher's, of at most 40 bytes). No client needs to
 /// exist yet. `options` may be null.
 ///
-/// `*server` is the caller's, to be closed by `warpipe_server_close`.
+/// `*server` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
 ///
@@ -318,46 +225,34 @@ pub unsafe extern "C" fn warpipe_server_create(
         };
         Ok(Answering {
             answer_timeout: options.answer_timeout,
-            endpoint: Server::new(service, options)?,
+            of: Server::new(service, options)?,
         })
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("server", server, options, build) }
 }
 
-/// Closes a server: requests that it was sent and has not accepted go to other servers. Its leases
-/// can still be answered. While another thread is in a call on it, it ends when that call returns.
-/// Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_server_close(server: *mut warpipe_server) -> warpipe_status {
-    run(|| handle::close(server))
-}
-
 /// Waits for the next request of any client, up to `timeout_ns` nanoseconds; 0 takes one that is
-/// there. Clients are served in turn, and one that goes affects no other. `stream` will wait, on
-/// the device, until the input is complete: kernels enqueued on it read complete data.
-///
-/// `*lease` is the caller's, to be closed by its answer or `warpipe_lease_close`.
+/// there. Clients are served in turn, and one that goes affects no other. `stream`, `*lease` and
+/// `*input` are as for `warpipe_worker_lease`.
 ///
 /// `WARPIPE_TIMEOUT`; `WARPIPE_SYSTEM` when the domain's directory cannot be read;
 /// `WARPIPE_INVALID_STATE` for a stream that is being captured, or while another thread accepts;
 /// `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
-/// `stream` is a stream of the server's device, `lease` the address of a pointer.
+/// `stream` is a stream of the server's device, `lease` and `input` addresses of pointers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_server_accept(
     server: *mut warpipe_server,
     stream: *mut c_void,
     timeout_ns: u64,
     lease: *mut *mut warpipe_lease,
+    input: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    let accept = |server: &mut Answering<Server>, stream: &Stream| {
-        let leased = server.endpoint.accept(stream, timeout(timeout_ns))?;
-        Ok(Owed::of(leased, server.answer_timeout))
-    };
+    let take = |server: &mut Server, stream: &Stream| server.accept(stream, timeout(timeout_ns));
     // SAFETY: the caller's promises.
-    unsafe { make_alone_on(server, stream, "lease", lease, accept) }
+    unsafe { make_lease(server, stream, lease, input, take) }
 }
 
 /// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_server_accept` with a timeout
@@ -372,5 +267,5 @@ pub unsafe extern "C" fn warpipe_server_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { get(server, "fd", fd, |it| it.endpoint.as_fd().as_raw_fd()) }
+    unsafe { get(server, "fd", fd, |it| it.of.as_fd().as_raw_fd()) }
 }

@@ -2,17 +2,18 @@
 
 use std::ffi::c_char;
 
-use warpipe::{Domain, Kind, LentBuffer, PublishOptions, Ticket};
+use warpipe::{Device, Domain, Kind, LentBuffer, PublishOptions, Ticket};
 
 use crate::arguments::{Options, admitted, options, put_text, text, timeout};
-use crate::call::{call, make, make_of};
-use crate::handle::{self, Found};
+use crate::call::{call, make_of};
+use crate::handle::Found;
 use crate::{
-    Failure, MemoryKind, MemoryObject, Result, access_of, domain_of, owned, run, streams_of,
-    warpipe_device, warpipe_domain, warpipe_memory, warpipe_status,
+    MemoryKind, MemoryObject, access_of, domain_of, make_memory_on, owned, run, warpipe_device,
+    warpipe_domain, warpipe_memory, warpipe_status,
 };
 
 /// Memory under a name, which other processes open by a ticket. Any number of threads may use it.
+/// Closed, it releases its name: no further process opens it, and those that have it open keep it.
 pub struct warpipe_published(());
 
 /// Options of `warpipe_memory_publish`. Begin with `{.size = sizeof(warpipe_publish_options)}`; a
@@ -44,7 +45,7 @@ unsafe impl Options for warpipe_publish_options {}
 /// `/`), so that tickets of it can be opened. `options` may be null. The memory may be closed
 /// before its publication.
 ///
-/// `*published` is the caller's, to be closed by `warpipe_published_close`.
+/// `*published` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_INVALID_STATE` unless the memory is of `warpipe_memory_allocate`;
 /// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
@@ -62,56 +63,36 @@ pub unsafe extern "C" fn warpipe_memory_publish(
     let publish = |memory: &mut Found<MemoryObject>| {
         // SAFETY: the caller's promises.
         let (name, options) = unsafe { (text("name", name)?, self::options(options)?) };
-        let access = access_of("options->access", options.access)?;
-        memory.with(|memory, _| {
-            // SAFETY: the caller's promise.
-            let (allow_uids, allow_gids) = unsafe { admitted!(options) };
-            let options = PublishOptions {
-                domain: domain_of(options.domain)?,
-                access,
-                allow_uids,
-                allow_gids,
-            };
-            Ok(owned(memory)?.publish(name, options)?)
-        })
+        // SAFETY: the caller's promise.
+        let (allow_uids, allow_gids) = unsafe { admitted!(options) };
+        let options = PublishOptions {
+            domain: domain_of(options.domain)?,
+            access: access_of("options->access", options.access)?,
+            allow_uids,
+            allow_gids,
+        };
+        Ok(owned(memory)?.publish(name, options)?)
     };
     // SAFETY: the caller's promise.
     unsafe { make_of(memory, "published", published, publish) }
 }
 
-/// A ticket for all of the memory, valid until the publication is closed: a text of some hundred
-/// letters, digits, colons and hyphens, to be sent in any way. It is no secret and gives no right:
-/// the owner checks each client's credentials.
+/// A ticket for the `bytes` bytes from byte `offset` on, or for all of them from there where `bytes`
+/// is 0, valid until the publication is closed: a text of some hundred letters, digits, colons and
+/// hyphens, to be sent in any way. It is no secret and gives no right: the owner checks each
+/// client's credentials. A process that opens it reaches no other bytes through this library, but
+/// maps all of the memory.
 ///
 /// The text is written to `buffer` with a zero at its end. `*length` becomes its length without
 /// that, also if the buffer is too short; `length` may be null.
 ///
-/// `WARPIPE_INVALID_INPUT`: `capacity` is too small, or the domain's path is not UTF-8.
+/// `WARPIPE_INVALID_INPUT`: a range that does not lie inside, `capacity` is too small, or the
+/// domain's path is not UTF-8.
 ///
 /// # Safety
 /// `buffer` is the address of `capacity` bytes, `length` null or that of a number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_published_get_ticket(
-    published: *const warpipe_published,
-    buffer: *mut c_char,
-    capacity: usize,
-    length: *mut usize,
-) -> warpipe_status {
-    call(published, |published| {
-        // SAFETY: the caller's promises.
-        unsafe { put_text(published.ticket(..)?, buffer, capacity, length) }
-    })
-}
-
-/// As `warpipe_published_get_ticket`, for the `bytes` bytes from byte `offset` on. A process that
-/// opens it reaches no other bytes through this library, but maps all of the memory.
-///
-/// `WARPIPE_INVALID_INPUT` also for a range that does not lie inside.
-///
-/// # Safety
-/// As for `warpipe_published_get_ticket`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_published_get_ticket_of(
     published: *const warpipe_published,
     offset: u64,
     bytes: u64,
@@ -120,30 +101,13 @@ pub unsafe extern "C" fn warpipe_published_get_ticket_of(
     length: *mut usize,
 ) -> warpipe_status {
     call(published, |published| {
-        let end = offset.checked_add(bytes).ok_or_else(|| {
-            let found = format!("{bytes} from {offset} on");
-            Failure::argument("bytes", found, "a range of the memory")
-        })?;
-        let ticket = published.ticket(offset..end)?;
+        let ticket = match bytes {
+            0 => published.ticket(offset..),
+            _ => published.ticket(offset..offset.saturating_add(bytes)),
+        };
         // SAFETY: the caller's promises.
-        unsafe { put_text(ticket, buffer, capacity, length) }
+        unsafe { put_text(ticket?, buffer, capacity, length) }
     })
-}
-
-/// Releases the name of published memory: no further process opens it, and those that have it open
-/// keep it. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_published_close(published: *mut warpipe_published) -> warpipe_status {
-    run(|| handle::close(published))
-}
-
-/// A ticket by its text.
-///
-/// # Safety
-/// As for [`text`].
-unsafe fn parse(ticket: *const c_char) -> Result<Ticket> {
-    // SAFETY: the caller's promise.
-    Ok(unsafe { text("ticket", ticket) }?.parse()?)
 }
 
 /// A ticket for the memory that will be published under `name`, now or later, by any process of
@@ -179,7 +143,7 @@ pub unsafe extern "C" fn warpipe_ticket_for(
 /// `timeout_ns` nanoseconds for memory of `warpipe_ticket_for` that is not published yet. White
 /// space around the text is ignored.
 ///
-/// `*memory` is the caller's, to be closed by `warpipe_memory_close`. It stays valid when its owner
+/// `*memory` is the caller's, to be closed by `warpipe_close`. It stays valid when its owner
 /// closes it or dies; a block returns to its pool then.
 ///
 /// `WARPIPE_NOT_FOUND`: not published yet, or the owner is gone or has released the memory;
@@ -197,60 +161,15 @@ pub unsafe extern "C" fn warpipe_ticket_open(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    let open = || {
+    let open = |device: &Device| {
         // SAFETY: the caller's promise.
-        let ticket = unsafe { parse(ticket) }?;
-        let (streams, wait) = (streams_of(device)?, timeout(timeout_ns));
-        let opened = match ticket.info().kind {
-            Kind::Pool => MemoryKind::Lent(LentBuffer::open(&ticket, streams.device(), wait)?),
-            _ => MemoryKind::Shared(ticket.open(streams.device(), wait)?),
-        };
-        Ok(MemoryObject::of(opened, &streams))
+        let ticket: Ticket = unsafe { text("ticket", ticket) }?.parse()?;
+        let wait = timeout(timeout_ns);
+        Ok(match ticket.info().kind {
+            Kind::Pool => MemoryKind::Lent(LentBuffer::open(&ticket, device, wait)?),
+            _ => MemoryKind::Shared(ticket.open(device, wait)?),
+        })
     };
     // SAFETY: the caller's promise.
-    unsafe { make("memory", memory, open) }
-}
-
-/// Writes a ticket to a file of mode 0600, in one piece (`rename(2)`): a reader finds all of it, or
-/// the previous file.
-///
-/// `WARPIPE_INVALID_INPUT`: no ticket; `WARPIPE_SYSTEM`; `WARPIPE_LIMIT_REACHED`.
-///
-/// # Safety
-/// `ticket` and `path` are texts.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_ticket_write_file(
-    ticket: *const c_char,
-    path: *const c_char,
-) -> warpipe_status {
-    // SAFETY: the caller's promises.
-    run(|| unsafe { Ok(parse(ticket)?.write_file(text("path", path)?)?) })
-}
-
-/// Reads a ticket from a file, and waits up to `timeout_ns` nanoseconds for the file to appear
-/// (`inotify(7)`). Its directory must exist. The text is written as by
-/// `warpipe_published_get_ticket`.
-///
-/// `WARPIPE_TIMEOUT`: there is no such file; `WARPIPE_INVALID_INPUT`: it holds no ticket, or
-/// `capacity` is too small; `WARPIPE_SYSTEM`.
-///
-/// # Safety
-/// `path` is a text, `buffer` the address of `capacity` bytes, `length` null or that of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_ticket_read_file(
-    path: *const c_char,
-    timeout_ns: u64,
-    buffer: *mut c_char,
-    capacity: usize,
-    length: *mut usize,
-) -> warpipe_status {
-    run(|| {
-        // Also without a wait, an absent file is a timeout.
-        let waited = timeout(timeout_ns.max(1));
-        // SAFETY: the caller's promises.
-        unsafe {
-            let ticket = Ticket::read_file(text("path", path)?, waited)?;
-            put_text(ticket, buffer, capacity, length)
-        }
-    })
+    unsafe { make_memory_on(device, memory, open) }
 }

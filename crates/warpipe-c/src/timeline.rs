@@ -3,52 +3,26 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{Device, Stream, Timeline};
+use warpipe::{Stream, Timeline};
 
-use crate::arguments::{create_options, text, timeout};
+use crate::arguments::{text, timeout};
 use crate::call::{call, call_on, get, read};
-use crate::{
-    device_options, handle, make_with, open_named, run, warpipe_device, warpipe_domain,
-    warpipe_open_options, warpipe_status,
-};
+use crate::{create, open_named, warpipe_create_options, warpipe_open_options, warpipe_status};
 
 /// A named 64-bit value that only grows, across processes: Vulkan's timeline semaphore. Any number
-/// of threads may use it.
+/// of threads may use it. Closed by its maker, it ends: signals that are enqueued are still given,
+/// and waits for later values end with `WARPIPE_PEER_GONE`.
 pub struct warpipe_timeline(());
 
 /// The largest value that can be signalled or waited for, 2^63 - 2.
 pub const WARPIPE_TIMELINE_VALUE_MAX: u64 = 0x7FFF_FFFF_FFFF_FFFE;
 const _: () = assert!(WARPIPE_TIMELINE_VALUE_MAX == Timeline::VALUE_MAX);
 
-/// Options of `warpipe_timeline_create`. Begin with `{.size = sizeof(warpipe_timeline_options)}`; a
-/// field that is 0 has its default.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct warpipe_timeline_options {
-    /// `sizeof(warpipe_timeline_options)`.
-    pub size: usize,
-    /// The domain of its name; the environment's by default.
-    pub domain: *const warpipe_domain,
-    /// The device of the streams that signal it; the first GPU by default, else the host.
-    pub device: *const warpipe_device,
-    /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too.
-    pub allow_uids: *const u32,
-    /// How many those are.
-    pub allow_uids_count: usize,
-    /// Groups that are admitted.
-    pub allow_gids: *const u32,
-    /// How many those are.
-    pub allow_gids_count: usize,
-}
-
-device_options!(warpipe_timeline_options);
-
 /// Makes a timeline of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`) at 0,
 /// which this process signals and up to 256 processes may open, 128 of them of each other user.
 /// `options` may be null.
 ///
-/// `*timeline` is the caller's, to be closed by `warpipe_timeline_close`.
+/// `*timeline` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
 /// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
@@ -59,22 +33,19 @@ device_options!(warpipe_timeline_options);
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_timeline_create(
     name: *const c_char,
-    options: *const warpipe_timeline_options,
+    options: *const warpipe_create_options,
     timeline: *mut *mut warpipe_timeline,
 ) -> warpipe_status {
-    let build = |options: &warpipe_timeline_options, device: &Device| {
-        // SAFETY: the caller's promises.
-        let (name, options) = unsafe { (text("name", name)?, create_options!(options, device)) };
-        Ok(Timeline::new(name, options)?)
-    };
+    // SAFETY: the caller's promise.
+    let build = |options| Ok(Timeline::new(unsafe { text("name", name) }?, options)?);
     // SAFETY: the caller's promises.
-    unsafe { make_with("timeline", timeline, options, build) }
+    unsafe { create("timeline", timeline, options, build) }
 }
 
 /// Opens the timeline of this name, of any process, including this one. It can be waited for, and
 /// not signalled. `options` may be null.
 ///
-/// `*timeline` is the caller's, to be closed by `warpipe_timeline_close`.
+/// `*timeline` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`;
 /// `WARPIPE_LIMIT_REACHED`; `WARPIPE_NAME_CONFLICT` when something else has the name;
@@ -194,11 +165,4 @@ pub unsafe extern "C" fn warpipe_timeline_get_value(
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
     unsafe { get(timeline, "value", value, |timeline| timeline.value()) }
-}
-
-/// Closes a timeline. That of its maker ends: signals that are enqueued are still given, and waits
-/// for later values end with `WARPIPE_PEER_GONE`. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_timeline_close(timeline: *mut warpipe_timeline) -> warpipe_status {
-    run(|| handle::close(timeline))
 }

@@ -3,16 +3,16 @@
 use std::os::fd::{AsFd, AsRawFd};
 
 use crate::call::{call, get, make_of};
-use crate::{handle, run, warpipe_client, warpipe_queue, warpipe_status};
+use crate::{warpipe_client, warpipe_queue, warpipe_status};
 
 /// A descriptor of one event loop for a queue's or a client's results. Any number of threads may
-/// use it.
+/// use it. Its descriptor ends with it.
 pub struct warpipe_watch(());
 
 /// Makes a watch of a queue: its descriptor is readable when a job has changed, and once more when
 /// the queue ends. It may be readable without a change.
 ///
-/// `*watch` is the caller's, to be closed by `warpipe_watch_close`.
+/// `*watch` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_SYSTEM`; `WARPIPE_LIMIT_REACHED` without a descriptor left.
 ///
@@ -41,8 +41,8 @@ pub unsafe extern "C" fn warpipe_client_watch(
 }
 
 /// The descriptor for `poll(2)` and `epoll(7)`. When it is readable, call `warpipe_watch_quiet` and
-/// then, with a timeout of 0, `warpipe_queue_next_result`, `warpipe_job_wait` or
-/// `warpipe_pending_wait`, in this order. It is the watch's, and ends with it.
+/// then, with a timeout of 0, `warpipe_queue_next_result` or `warpipe_job_wait`,
+/// in this order. It is the watch's, and ends with it.
 ///
 /// # Safety
 /// `fd` is the address of a number.
@@ -62,10 +62,4 @@ pub extern "C" fn warpipe_watch_quiet(watch: *const warpipe_watch) -> warpipe_st
         watch.quiet();
         Ok(())
     })
-}
-
-/// Closes a watch, and its descriptor. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_watch_close(watch: *mut warpipe_watch) -> warpipe_status {
-    run(|| handle::close(watch))
 }

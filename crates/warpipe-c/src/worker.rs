@@ -6,13 +6,15 @@ use std::os::fd::{AsFd, AsRawFd};
 use warpipe::{Device, Stream, Worker, WorkerOptions};
 
 use crate::arguments::{number, text, time, timeout};
-use crate::call::{get, make_alone_on};
+use crate::call::get;
 use crate::{
-    Answering, Owed, device_options, domain_of, handle, make_with, run, warpipe_device,
-    warpipe_domain, warpipe_lease, warpipe_status,
+    Answering, device_options, domain_of, make_lease, make_with, warpipe_device, warpipe_domain,
+    warpipe_lease, warpipe_sample, warpipe_status,
 };
 
 /// Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
+/// Closed, jobs that it was given and has not leased go to other workers, at no cost of an attempt;
+/// its leases can still be answered.
 pub struct warpipe_worker(());
 
 /// Options of a worker. Begin with `{.size = sizeof(warpipe_worker_options)}`; a field that is 0
@@ -44,7 +46,7 @@ device_options!(warpipe_worker_options);
 
 /// Attaches to the queue of this name. `options` may be null.
 ///
-/// `*worker` is the caller's, to be closed by `warpipe_worker_close`.
+/// `*worker` is the caller's, to be closed by `warpipe_close`.
 ///
 /// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_NAME_CONFLICT` when the name
 /// is no queue's; `WARPIPE_REFUSED`; `WARPIPE_LIMIT_REACHED`; `WARPIPE_PROTOCOL` for another
@@ -72,25 +74,19 @@ pub unsafe extern "C" fn warpipe_worker_open(
         };
         Ok(Answering {
             answer_timeout: options.answer_timeout,
-            endpoint: Worker::open(queue, options, wait)?,
+            of: Worker::open(queue, options, wait)?,
         })
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("worker", worker, options, open) }
 }
 
-/// Closes a worker: jobs that it was given and has not leased go to other workers, at no cost of an
-/// attempt. Its leases can still be answered. While another thread is in a call on it, it ends when
-/// that call returns. Null is ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_worker_close(worker: *mut warpipe_worker) -> warpipe_status {
-    run(|| handle::close(worker))
-}
-
 /// Waits for the next job, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream` will
 /// wait, on the device, until the input is complete: kernels enqueued on it read complete data.
 ///
-/// `*lease` is the caller's, to be closed by its answer or `warpipe_lease_close`.
+/// `*lease`, the answer, is the caller's, to be closed by `warpipe_lease_complete` and its like or
+/// `warpipe_close`; so is `*input`, by `warpipe_sample_release_on` and its like, behind every stream
+/// with work that reads it, before the answer or after.
 ///
 /// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` when the queue has: then a worker's loop is done;
 /// `WARPIPE_LINK_CLOSED` when the queue, which lives, has ended this worker's link;
@@ -98,20 +94,18 @@ pub extern "C" fn warpipe_worker_close(worker: *mut warpipe_worker) -> warpipe_s
 /// `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
-/// `stream` is a stream of the worker's device, `lease` the address of a pointer.
+/// `stream` is a stream of the worker's device, `lease` and `input` addresses of pointers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_worker_lease(
     worker: *mut warpipe_worker,
     stream: *mut c_void,
     timeout_ns: u64,
     lease: *mut *mut warpipe_lease,
+    input: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    let lease_job = |worker: &mut Answering<Worker>, stream: &Stream| {
-        let leased = worker.endpoint.lease(stream, timeout(timeout_ns))?;
-        Ok(Owed::of(leased, worker.answer_timeout))
-    };
+    let take = |worker: &mut Worker, stream: &Stream| worker.lease(stream, timeout(timeout_ns));
     // SAFETY: the caller's promises.
-    unsafe { make_alone_on(worker, stream, "lease", lease, lease_job) }
+    unsafe { make_lease(worker, stream, lease, input, take) }
 }
 
 /// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_worker_lease` with a timeout
@@ -126,5 +120,5 @@ pub unsafe extern "C" fn warpipe_worker_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { get(worker, "fd", fd, |it| it.endpoint.as_fd().as_raw_fd()) }
+    unsafe { get(worker, "fd", fd, |it| it.of.as_fd().as_raw_fd()) }
 }

@@ -44,11 +44,11 @@ fn a_share_is_opened_once_and_its_owner_is_told_when_it_is_closed() {
         length
     ));
     let name = c"others".as_ptr();
-    let server = get!(warpipe_allocation_server_create(
-        name,
-        fixture.domain,
-        fixture.device
-    ));
+    let options = options!(warpipe_create_options {
+        domain: fixture.domain,
+        device: fixture.device,
+    });
+    let server = get!(warpipe_allocation_server_create(name, &options));
     let share = |at: u64, bytes: u64| {
         let (address, context) = (info.data + at, 7 as *mut c_void);
         let stream = fixture.stream;
@@ -82,7 +82,7 @@ fn a_share_is_opened_once_and_its_owner_is_told_when_it_is_closed() {
     );
     assert!(get!(warpipe_allocation_server_withdraw(server, number)));
     assert_eq!(RELEASED.load(Ordering::SeqCst), 0);
-    ok!(warpipe_memory_close(opened));
+    ok!(warpipe_close(opened));
     until_released(1);
 
     let withdrawn: u64 = share(0, BYTES);
@@ -110,12 +110,12 @@ fn a_share_is_opened_once_and_its_owner_is_told_when_it_is_closed() {
     until_released(3);
 
     let left: u64 = share(0, BYTES);
-    ok!(warpipe_allocation_server_close(server));
+    ok!(warpipe_close(server));
     until_released(4);
     fails!(
         WARPIPE_PEER_GONE,
         warpipe_allocation_client_open_share(client, left, LONG, &mut again)
     );
-    ok!(warpipe_allocation_client_close(client));
-    ok!(warpipe_memory_close(memory));
+    ok!(warpipe_close(client));
+    ok!(warpipe_close(memory));
 }

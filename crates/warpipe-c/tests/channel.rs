@@ -25,8 +25,8 @@ fn a_sample_arrives_with_its_bytes_and_metadata() {
     assert_eq!(metadata(&info), b"tag");
     assert_eq!(fixture.read(sample), b"data");
     ok!(warpipe_sample_finish(sample, LONG));
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
 }
 
 #[test]
@@ -39,8 +39,8 @@ fn a_timeout_of_zero_takes_only_a_sample_that_is_there() {
         warpipe_subscriber_receive(subscriber, fixture.stream, 0, &mut sample)
     );
     assert!(sample.is_null());
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
 }
 
 #[test]
@@ -94,14 +94,14 @@ fn a_sample_says_how_many_are_missing_before_it_and_whether_its_publisher_is_ano
     fixture.synchronize();
     send(publisher);
     assert_eq!(receive(LONG), Some((6, 3, true, 0)));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(publisher));
     assert_eq!(receive(0), None);
     publisher = publish();
     send(publisher);
     let own = std::process::id() as i32;
     assert_eq!(receive(LONG), Some((1, 0, true, own)), "of another one");
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
 }
 
 #[test]
@@ -123,12 +123,12 @@ fn a_pointer_that_is_null_or_closed_or_of_another_type_is_an_invalid_object() {
         wrong,
         "a warpipe_subscriber was passed for a warpipe_publisher"
     );
-    ok!(warpipe_publisher_close(publisher));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_publisher_close(publisher));
+    ok!(warpipe_close(publisher));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(publisher));
     fails!(
         WARPIPE_INVALID_OBJECT,
         warpipe_publisher_loan(publisher, &layout, &mut loan)
     );
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_subscriber_close(none()));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(none::<u8>()));
 }

@@ -91,8 +91,8 @@ fn a_strided_tensor_is_sent_in_row_major_order_and_stays_the_callers() {
     // The receiver gives it on, and ends its subscriber before the tensor.
     let given: *mut DLManagedTensorVersioned = get!(warpipe_sample_to_dlpack(sample));
     fails!(WARPIPE_INVALID_OBJECT, warpipe_sample_finish(sample, LONG));
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
     assert_eq!(elements(given), [0, 3, 1, 4, 2, 5]);
     // SAFETY: a live tensor.
     assert_eq!(unsafe { (*given).flags } & FLAG_READ_ONLY, FLAG_READ_ONLY);
@@ -134,8 +134,8 @@ fn a_tensor_of_another_shape_device_or_version_is_refused_and_the_loan_stays() {
     assert_eq!((sequence, deleted.load(Ordering::SeqCst)), (0, 0));
     delete(tensor);
     ok!(warpipe_loan_discard(loan, fixture.stream));
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
 }
 
 #[test]
@@ -160,8 +160,8 @@ fn a_loan_is_filled_through_a_tensor_and_its_memory_stays_as_long_as_that() {
     let sample = get!(warpipe_subscriber_receive(subscriber, fixture.stream, LONG));
     assert_eq!(numbers(&fixture.read(sample)), [0, 7, 14, 21]);
     ok!(warpipe_sample_finish(sample, LONG));
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
     assert_eq!(elements(tensor).len(), 4);
     delete(tensor);
 }
@@ -189,7 +189,7 @@ fn memory_stays_open_for_a_tensor_and_is_not_freed_under_it() {
         WARPIPE_INVALID_STATE,
         warpipe_memory_free_on(memory, fixture.stream)
     );
-    ok!(warpipe_memory_close(memory));
+    ok!(warpipe_close(memory));
     assert_eq!(elements(tensor), [5, 6]);
     delete(tensor);
 
@@ -200,5 +200,5 @@ fn memory_stays_open_for_a_tensor_and_is_not_freed_under_it() {
         WARPIPE_INVALID_INPUT,
         warpipe_memory_to_dlpack(memory, &long, &mut none)
     );
-    ok!(warpipe_memory_close(memory));
+    ok!(warpipe_close(memory));
 }

@@ -41,8 +41,8 @@ impl Lent {
     }
 
     fn close(self) {
-        ok!(warpipe_published_close(self.published));
-        ok!(warpipe_memory_close(self.memory));
+        ok!(warpipe_close(self.published));
+        ok!(warpipe_close(self.memory));
     }
 }
 
@@ -56,7 +56,7 @@ fn the_owner_of_a_loan_that_is_refused_is_released_in_the_call() {
         Malloc::new(4096),
     );
     let (closed, _) = fixture.channel(c"closed");
-    ok!(warpipe_publisher_close(closed));
+    ok!(warpipe_close(closed));
     let (calls, layout, mut loan) = (AtomicU32::new(0), bytes_layout(4096), none());
     let call = argument(&calls);
     let mut released = 0;
@@ -80,17 +80,16 @@ fn the_owner_of_a_loan_that_is_refused_is_released_in_the_call() {
         refused();
         fails!(
             WARPIPE_INVALID_OBJECT,
-            warpipe_publisher_loan_at(from, plain.1, &layout, Some(count), call, &mut loan)
+            warpipe_publisher_loan_in(from, none(), plain.1, &layout, Some(count), call, &mut loan)
         );
         refused();
     }
-    for memory in [none(), lent.memory.cast()] {
-        fails!(
-            WARPIPE_INVALID_OBJECT,
-            warpipe_publisher_loan_in(publisher, memory, 0, &layout, Some(count), call, &mut loan)
-        );
-        refused();
-    }
+    let memory = lent.memory.cast();
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_publisher_loan_in(publisher, memory, 0, &layout, Some(count), call, &mut loan)
+    );
+    refused();
     let own = lent.published;
     let ranges = [
         (own, 1),
@@ -116,7 +115,15 @@ fn the_owner_of_a_loan_that_is_refused_is_released_in_the_call() {
     for data in [0, plain.1 + 1, u64::MAX] {
         fails!(
             WARPIPE_INVALID_INPUT,
-            warpipe_publisher_loan_at(publisher, data, &layout, Some(count), call, &mut loan)
+            warpipe_publisher_loan_in(
+                publisher,
+                none(),
+                data,
+                &layout,
+                Some(count),
+                call,
+                &mut loan
+            )
         );
         refused();
     }
@@ -127,12 +134,20 @@ fn the_owner_of_a_loan_that_is_refused_is_released_in_the_call() {
     refused();
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_publisher_loan_at(publisher, plain.1, &layout, Some(count), call, none())
+        warpipe_publisher_loan_in(
+            publisher,
+            none(),
+            plain.1,
+            &layout,
+            Some(count),
+            call,
+            none()
+        )
     );
     refused();
     assert!(loan.is_null());
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
     lent.close();
     foreign.close();
 }
@@ -153,7 +168,7 @@ fn an_owner_is_released_once_by_a_loan_that_is_closed_and_by_the_last_reader() {
             call
         ))
     };
-    ok!(warpipe_loan_close(lend(Some(count))));
+    ok!(warpipe_close(lend(Some(count))));
     let is_released =
         |times| eventually(Duration::from_nanos(LONG), || calls.load(SeqCst) == times);
     assert!(is_released(1));
@@ -181,11 +196,11 @@ fn an_owner_is_released_once_by_a_loan_that_is_closed_and_by_the_last_reader() {
     ));
     let sample: *mut warpipe_sample =
         get!(warpipe_subscriber_receive(subscriber, fixture.stream, LONG));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(publisher));
     assert_eq!(calls.load(SeqCst), 2);
     ok!(warpipe_sample_finish(sample, LONG));
     assert!(is_released(3));
-    ok!(warpipe_subscriber_close(subscriber));
+    ok!(warpipe_close(subscriber));
     lent.close();
 }
 
@@ -216,9 +231,9 @@ unsafe extern "C" fn use_the_library(argument: *mut c_void) {
         returned.next.store(loan, SeqCst);
         return;
     }
-    ok!(warpipe_publisher_close(*publisher));
-    ok!(warpipe_published_close(lent.published));
-    ok!(warpipe_memory_close(lent.memory));
+    ok!(warpipe_close(*publisher));
+    ok!(warpipe_close(lent.published));
+    ok!(warpipe_close(lent.memory));
     returned.calls.fetch_add(1, SeqCst);
 }
 
@@ -251,5 +266,5 @@ fn the_function_of_an_owner_may_use_the_publisher_and_close_it() {
     assert!(eventually(soon, || !returned.next.load(SeqCst).is_null()));
     send(returned.next.load(SeqCst));
     assert!(eventually(soon, || returned.calls.load(SeqCst) == 3));
-    ok!(warpipe_subscriber_close(subscriber));
+    ok!(warpipe_close(subscriber));
 }

@@ -13,7 +13,7 @@ const STACK_BYTES: usize = 128 * 1024;
 fn open_and_close(others: &Barrier) {
     let device = get!(warpipe_device_open(c"host".as_ptr()));
     others.wait();
-    ok!(warpipe_device_close(device));
+    ok!(warpipe_close(device));
 }
 
 #[test]

@@ -90,9 +90,9 @@ fn memory_is_written_and_read_in_parts() {
     assert_eq!(&read::<10>(memory, 0), b"0123xy6789");
     assert_eq!(&read::<2>(memory, 5), b"y6");
     ok!(warpipe_memory_used_on(memory, fixture.stream));
-    ok!(warpipe_memory_close(memory));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_memory_close(memory));
-    ok!(warpipe_memory_close(none()));
+    ok!(warpipe_close(memory));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(memory));
+    ok!(warpipe_close(none::<u8>()));
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn a_range_beyond_the_memory_is_neither_written_nor_read() {
         warpipe_memory_copy_to(memory, 0, none(), 1, LONG)
     );
     ok!(warpipe_memory_copy_to(memory, 4096, none(), 0, 0));
-    ok!(warpipe_memory_close(memory));
+    ok!(warpipe_close(memory));
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn memory_of_no_bytes_and_a_null_place_are_refused() {
     );
     let wrong = fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_memory_close(fixture.device.cast())
+        warpipe_memory_copy_to(fixture.device.cast(), 0, none(), 0, 0)
     );
     assert_eq!(wrong, "a warpipe_device was passed for a warpipe_memory");
 }
@@ -169,8 +169,8 @@ fn a_descriptor_is_the_callers_and_maps_the_memory_again() {
         warpipe_memory_export_fd(imported, &mut fd)
     );
     assert_eq!(fd, -1);
-    ok!(warpipe_memory_close(imported));
-    ok!(warpipe_memory_close(memory));
+    ok!(warpipe_close(imported));
+    ok!(warpipe_close(memory));
 }
 
 #[test]
@@ -211,37 +211,37 @@ fn a_ticket_opens_published_memory_and_a_part_of_it() {
     let access = warpipe_access::WARPIPE_ACCESS_READ_WRITE;
     let published = publish(&fixture, memory, c"weights", access);
     fixture.synchronize();
-    let ticket = get_text!(warpipe_published_get_ticket(published));
+    let ticket = get_text!(warpipe_published_get_ticket(published, 0, 0));
     let (device, timeout) = (fixture.device, 0);
     let opened = get!(warpipe_ticket_open(ticket.as_ptr(), device, timeout));
     let found = info(opened);
     assert_eq!((found.bytes, found.mapped_bytes), (4096, 0));
     assert!(!found.is_read_only);
     assert_eq!(&read::<7>(opened, 0), b"weights");
-    let part = get_text!(warpipe_published_get_ticket_of(published, 2, 3));
+    let part = get_text!(warpipe_published_get_ticket(published, 2, 3));
     let part = get!(warpipe_ticket_open(part.as_ptr(), device, timeout));
     assert_eq!(info(part).bytes, 3);
     assert_eq!(&read::<3>(part, 0), b"igh");
     let mut length = 0;
-    for (offset, bytes) in [(4000, 97), (u64::MAX, 1)] {
+    for (offset, bytes) in [(4000, 97), (u64::MAX, 1), (4097, 0)] {
         fails!(
             WARPIPE_INVALID_INPUT,
-            warpipe_published_get_ticket_of(published, offset, bytes, none(), 0, &mut length)
+            warpipe_published_get_ticket(published, offset, bytes, none(), 0, &mut length)
         );
     }
     assert_eq!(length, 0, "no ticket was made");
 
-    ok!(warpipe_memory_close(memory));
-    ok!(warpipe_published_close(published));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_published_close(published));
+    ok!(warpipe_close(memory));
+    ok!(warpipe_close(published));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(published));
     let mut late = none();
     fails!(
         WARPIPE_NOT_FOUND,
         warpipe_ticket_open(ticket.as_ptr(), device, LONG, &mut late)
     );
     assert_eq!(&read::<7>(opened, 0), b"weights", "it stays open");
-    ok!(warpipe_memory_close(part));
-    ok!(warpipe_memory_close(opened));
+    ok!(warpipe_close(part));
+    ok!(warpipe_close(opened));
 }
 
 #[test]
@@ -263,20 +263,20 @@ fn a_ticket_for_a_name_waits_until_memory_is_published_there() {
         let opening = scope.spawn(|| {
             let opened = get!(warpipe_ticket_open(ticket.as_ptr(), device.get(), LONG));
             assert_eq!(&read::<4>(opened, 0), b"here");
-            ok!(warpipe_memory_close(opened));
+            ok!(warpipe_close(opened));
         });
         let options = options!(warpipe_publish_options {
             domain: domain.get(),
         });
         let published = get!(warpipe_memory_publish(memory, c"later".as_ptr(), &options));
         opening.join().expect("the memory is opened");
-        ok!(warpipe_published_close(published));
+        ok!(warpipe_close(published));
     });
     fails!(
         WARPIPE_INVALID_INPUT,
         warpipe_ticket_for(fixture.domain, c"no name".as_ptr(), none(), 0, none())
     );
-    ok!(warpipe_memory_close(memory));
+    ok!(warpipe_close(memory));
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn a_garbled_ticket_or_handle_opens_nothing() {
         c"weights",
         warpipe_access::WARPIPE_ACCESS_READ,
     );
-    let ticket = get_text!(warpipe_published_get_ticket(published));
+    let ticket = get_text!(warpipe_published_get_ticket(published, 0, 0));
     let ticket = ticket.to_str().expect("ASCII");
     let changed = format!("{}0", &ticket[..ticket.len() - 1]);
     let also_changed = format!("{}1", &ticket[..ticket.len() - 1]);
@@ -310,10 +310,6 @@ fn a_garbled_ticket_or_handle_opens_nothing() {
             WARPIPE_INVALID_INPUT,
             warpipe_legacy_open(garbled, fixture.device, &mut opened)
         );
-        fails!(
-            WARPIPE_INVALID_INPUT,
-            warpipe_ticket_write_file(garbled, c"/nowhere/ticket".as_ptr())
-        );
     }
     let not_utf8 = c"\xff\xfe";
     for wrong in [none::<c_char>().cast_const(), not_utf8.as_ptr()] {
@@ -323,42 +319,8 @@ fn a_garbled_ticket_or_handle_opens_nothing() {
         );
     }
     assert!(opened.is_null());
-    ok!(warpipe_published_close(published));
-    ok!(warpipe_memory_close(memory));
-}
-
-#[test]
-fn a_ticket_goes_through_a_file() {
-    let fixture = Fixture::new();
-    let mut buffer = vec![0; 4096];
-    ok!(warpipe_domain_get_path(
-        fixture.domain,
-        buffer.as_mut_ptr(),
-        buffer.len(),
-        none()
-    ));
-    // SAFETY: the call above ended the text with a zero.
-    let folder = unsafe { CStr::from_ptr(buffer.as_ptr()) };
-    let path = text(&format!("{}.ticket", folder.to_str().expect("UTF-8")));
-    let missing = fails!(
-        WARPIPE_TIMEOUT,
-        warpipe_ticket_read_file(path.as_ptr(), 0, none(), 0, none())
-    );
-    assert!(missing.contains(".ticket"), "{missing}");
-    let ticket = get_text!(warpipe_ticket_for(fixture.domain, c"weights".as_ptr()));
-    ok!(warpipe_ticket_write_file(ticket.as_ptr(), path.as_ptr()));
-    let found = get_text!(warpipe_ticket_read_file(path.as_ptr(), LONG));
-    std::fs::write(path.to_str().expect("UTF-8"), "no ticket").expect("a writable file");
-    fails!(
-        WARPIPE_INVALID_INPUT,
-        warpipe_ticket_read_file(path.as_ptr(), LONG, none(), 0, none())
-    );
-    std::fs::remove_file(path.to_str().expect("UTF-8")).expect("the file is there");
-    assert_eq!(found, ticket);
-    fails!(
-        WARPIPE_SYSTEM,
-        warpipe_ticket_write_file(ticket.as_ptr(), c"/nowhere/ticket".as_ptr())
-    );
+    ok!(warpipe_close(published));
+    ok!(warpipe_close(memory));
 }
 
 #[test]
@@ -410,8 +372,8 @@ fn publishing_refuses_options_of_no_size_or_of_a_newer_library() {
         WARPIPE_INVALID_INPUT,
         warpipe_memory_publish(memory, c"v".as_ptr(), &newer.known, &mut second)
     );
-    ok!(warpipe_published_close(published));
-    ok!(warpipe_memory_close(memory));
+    ok!(warpipe_close(published));
+    ok!(warpipe_close(memory));
 }
 
 #[test]
@@ -461,5 +423,5 @@ fn a_legacy_handle_opens_the_memory_at_its_own_address() {
         WARPIPE_INVALID_OBJECT,
         warpipe_legacy_export(none(), malloc.1, 1, none(), 0, none())
     );
-    ok!(warpipe_memory_close(own));
+    ok!(warpipe_close(own));
 }

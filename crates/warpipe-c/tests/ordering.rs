@@ -9,7 +9,6 @@ use common::{Fixture, LONG, Plain, SHORT, Shared, none, text};
 use warpipe_c::*;
 
 plain! {
-    warpipe_timeline_options, warpipe_event_options, warpipe_semaphore_options,
     warpipe_member_options, warpipe_open_options, warpipe_semaphore_info,
 }
 
@@ -21,7 +20,7 @@ fn opening(fixture: &Fixture) -> warpipe_open_options {
 }
 
 fn timeline(fixture: &Fixture, name: &CStr) -> *mut warpipe_timeline {
-    let options = options!(warpipe_timeline_options {
+    let options = options!(warpipe_create_options {
         domain: fixture.domain,
         device: fixture.device,
     });
@@ -50,13 +49,13 @@ fn a_timeline_opened_in_the_same_process_sees_what_its_owner_signals() {
     ok!(warpipe_timeline_wait_host(opened, 5, LONG));
     assert_eq!((value(owner), value(opened)), (5, 5));
     assert!(!get!(warpipe_timeline_is_reached(opened, 6)));
-    ok!(warpipe_timeline_close(owner));
+    ok!(warpipe_close(owner));
     fails!(
         WARPIPE_PEER_GONE,
         warpipe_timeline_wait_host(opened, 6, LONG)
     );
     assert_eq!(value(opened), 5, "the last value stays");
-    ok!(warpipe_timeline_close(opened));
+    ok!(warpipe_close(opened));
     ok!(warpipe_stream_destroy(fixture.device, reading));
 }
 
@@ -96,8 +95,8 @@ fn a_value_is_signalled_by_its_owner_alone_and_only_grows() {
         WARPIPE_INVALID_INPUT,
         warpipe_timeline_wait(opened, fixture.device.cast(), 1)
     );
-    ok!(warpipe_timeline_close(opened));
-    ok!(warpipe_timeline_close(owner));
+    ok!(warpipe_close(opened));
+    ok!(warpipe_close(owner));
 }
 
 #[test]
@@ -114,13 +113,13 @@ fn a_wait_for_zero_is_done_and_one_with_a_timeout_of_zero_does_not_wait() {
         );
     }
     fixture.synchronize();
-    ok!(warpipe_timeline_close(owner));
+    ok!(warpipe_close(owner));
     fails!(
         WARPIPE_INVALID_OBJECT,
         warpipe_timeline_wait_host(owner, 0, 0)
     );
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_timeline_close(owner));
-    ok!(warpipe_timeline_close(none()));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(owner));
+    ok!(warpipe_close(none::<u8>()));
 }
 
 #[test]
@@ -153,14 +152,11 @@ fn an_endpoint_of_another_kind_or_of_no_name_is_not_opened() {
     assert!(semaphore.is_null());
     let wrong = fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_semaphore_close(owner.cast())
+        warpipe_permit_release_now(owner.cast())
     );
-    assert_eq!(
-        wrong,
-        "a warpipe_timeline was passed for a warpipe_semaphore"
-    );
+    assert_eq!(wrong, "a warpipe_timeline was passed for a warpipe_permit");
     let mut second = none();
-    let creating = options!(warpipe_timeline_options {
+    let creating = options!(warpipe_create_options {
         domain: fixture.domain,
         device: fixture.device,
     });
@@ -168,11 +164,11 @@ fn an_endpoint_of_another_kind_or_of_no_name_is_not_opened() {
         WARPIPE_NAME_CONFLICT,
         warpipe_timeline_create(c"frames".as_ptr(), &creating, &mut second)
     );
-    ok!(warpipe_timeline_close(owner));
+    ok!(warpipe_close(owner));
 }
 
 fn event(fixture: &Fixture) -> *mut warpipe_event {
-    let options = options!(warpipe_event_options {
+    let options = options!(warpipe_create_options {
         domain: fixture.domain,
         device: fixture.device,
     });
@@ -201,7 +197,7 @@ fn an_event_orders_a_stream_behind_the_recorded_work() {
     let fixture = Fixture::new();
     let own = event(&fixture);
     let handle = handle_of(own);
-    let opened = get!(warpipe_event_open(handle.as_ptr(), fixture.device));
+    let opened = get!(warpipe_event_open(handle.as_ptr(), &opening(&fixture)));
     let reading = get!(warpipe_stream_create(fixture.device));
     let mut is_complete = false;
     fails!(
@@ -210,7 +206,7 @@ fn an_event_orders_a_stream_behind_the_recorded_work() {
     );
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_event_query(opened, &mut is_complete)
+        warpipe_event_query(opened, 0, &mut is_complete)
     );
     fails!(
         WARPIPE_INVALID_STATE,
@@ -223,20 +219,18 @@ fn an_event_orders_a_stream_behind_the_recorded_work() {
     assert_eq!(recorded, waited_for);
     ok!(warpipe_event_synchronize(opened, LONG));
     ok!(warpipe_stream_synchronize(fixture.device, reading, LONG));
-    assert!(get!(warpipe_event_query(opened)));
-    assert!(get!(warpipe_event_is_recording_complete(
-        opened, waited_for
-    )));
+    assert!(get!(warpipe_event_query(opened, 0)));
+    assert!(get!(warpipe_event_query(opened, waited_for)));
 
     let second: u64 = get!(warpipe_event_record(opened, reading));
     assert_ne!(second, recorded);
     ok!(warpipe_event_synchronize(own, LONG));
-    assert!(get!(warpipe_event_is_recording_complete(own, second)));
+    assert!(get!(warpipe_event_query(own, second)));
     ok!(warpipe_event_record(own, fixture.stream, none()));
     ok!(warpipe_event_synchronize(own, LONG));
-    ok!(warpipe_event_close(opened));
-    ok!(warpipe_event_close(own));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_event_close(own));
+    ok!(warpipe_close(opened));
+    ok!(warpipe_close(own));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(own));
     ok!(warpipe_stream_destroy(fixture.device, reading));
 }
 
@@ -245,10 +239,10 @@ fn a_recording_that_no_event_gave_and_a_garbled_handle_are_refused() {
     let fixture = Fixture::new();
     let own = event(&fixture);
     let mut is_complete = true;
-    for wrong in [0, 255 << 56 | 1, 8 << 56 | 1, 1 << 56] {
+    for wrong in [255 << 56 | 1, 8 << 56 | 1, 1 << 56] {
         fails!(
             WARPIPE_INVALID_INPUT,
-            warpipe_event_is_recording_complete(own, wrong, &mut is_complete)
+            warpipe_event_query(own, wrong, &mut is_complete)
         );
     }
     let handle = handle_of(own);
@@ -258,17 +252,17 @@ fn a_recording_that_no_event_gave_and_a_garbled_handle_are_refused() {
         let garbled = text(garbled);
         fails!(
             WARPIPE_INVALID_INPUT,
-            warpipe_event_open(garbled.as_ptr(), fixture.device, &mut opened)
+            warpipe_event_open(garbled.as_ptr(), &opening(&fixture), &mut opened)
         );
     }
     let handle = text(handle);
-    ok!(warpipe_event_close(own));
+    ok!(warpipe_close(own));
     fails!(
         WARPIPE_NOT_FOUND,
-        warpipe_event_open(handle.as_ptr(), fixture.device, &mut opened)
+        warpipe_event_open(handle.as_ptr(), &opening(&fixture), &mut opened)
     );
     assert!(opened.is_null());
-    let mut options = options!(warpipe_event_options {
+    let mut options = options!(warpipe_create_options {
         domain: fixture.domain,
     });
     options.size = 7;
@@ -279,12 +273,15 @@ fn a_recording_that_no_event_gave_and_a_garbled_handle_are_refused() {
 }
 
 fn semaphore(fixture: &Fixture, permits: u32) -> *mut warpipe_semaphore {
-    let options = options!(warpipe_semaphore_options {
+    let options = options!(warpipe_create_options {
         domain: fixture.domain,
         device: fixture.device,
-        permits: permits,
     });
-    get!(warpipe_semaphore_create(c"turns".as_ptr(), &options))
+    get!(warpipe_semaphore_create(
+        c"turns".as_ptr(),
+        permits,
+        &options
+    ))
 }
 
 fn counts(semaphore: *mut warpipe_semaphore) -> (u32, u32) {
@@ -326,19 +323,19 @@ fn permits_are_taken_and_returned_in_every_way() {
     fixture.synchronize();
     let host: *mut warpipe_permit = get!(warpipe_semaphore_acquire_host(own, LONG));
     let other: *mut warpipe_permit = get!(warpipe_semaphore_acquire_host(opened, LONG));
-    ok!(warpipe_permit_close(host));
-    ok!(warpipe_permit_close(other));
-    ok!(warpipe_permit_close(none()));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_permit_close(host));
+    ok!(warpipe_close(host));
+    ok!(warpipe_close(other));
+    ok!(warpipe_close(none::<u8>()));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(host));
     assert_eq!(counts(own), (2, 2));
-    ok!(warpipe_semaphore_close(opened));
-    ok!(warpipe_semaphore_close(own));
+    ok!(warpipe_close(opened));
+    ok!(warpipe_close(own));
 }
 
 #[test]
 fn a_waiting_thread_gets_the_permit_that_another_one_returns() {
     let fixture = Fixture::new();
-    let own = semaphore(&fixture, 0);
+    let own = semaphore(&fixture, 1);
     assert_eq!(counts(own), (1, 1), "one permit by default");
     let permit: *mut warpipe_permit = get!(warpipe_semaphore_acquire(own, fixture.stream, 0));
     let shared = Shared::new(own);
@@ -350,26 +347,27 @@ fn a_waiting_thread_gets_the_permit_that_another_one_returns() {
         ok!(warpipe_permit_release(permit, fixture.stream));
         waiting.join().expect("the permit is handed on");
     });
-    ok!(warpipe_semaphore_close(own));
+    ok!(warpipe_close(own));
 }
 
 #[test]
 fn a_semaphore_has_at_most_1024_permits_and_a_stream_that_exists() {
     let fixture = Fixture::new();
-    let mut options = options!(warpipe_semaphore_options {
+    let mut options = options!(warpipe_create_options {
         domain: fixture.domain,
         device: fixture.device,
-        permits: 1025,
     });
     let mut refused = none();
-    fails!(
-        WARPIPE_INVALID_INPUT,
-        warpipe_semaphore_create(c"turns".as_ptr(), &options, &mut refused)
-    );
+    for permits in [0, 1025] {
+        fails!(
+            WARPIPE_INVALID_INPUT,
+            warpipe_semaphore_create(c"turns".as_ptr(), permits, &options, &mut refused)
+        );
+    }
     options.size = 65 * 1024;
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_semaphore_create(c"turns".as_ptr(), &options, &mut refused)
+        warpipe_semaphore_create(c"turns".as_ptr(), 1, &options, &mut refused)
     );
     assert!(refused.is_null());
     let own = semaphore(&fixture, 1);
@@ -380,9 +378,9 @@ fn a_semaphore_has_at_most_1024_permits_and_a_stream_that_exists() {
     );
     let held = get!(warpipe_semaphore_acquire_host(own, LONG));
     fails!(WARPIPE_INVALID_INPUT, warpipe_permit_release(held, wrong));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_permit_close(held));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(held));
     assert_eq!(counts(own), (1, 1), "a failed release releases the permit");
-    ok!(warpipe_semaphore_close(own));
+    ok!(warpipe_close(own));
 }
 
 #[test]
@@ -406,16 +404,16 @@ fn a_timeout_of_all_bits_is_a_long_one() {
     ok!(warpipe_permit_release(permit, fixture.stream));
     let permit = get!(warpipe_semaphore_acquire_host(semaphore, u64::MAX));
     ok!(warpipe_permit_release_now(permit));
-    ok!(warpipe_semaphore_close(semaphore));
-    ok!(warpipe_event_close(event));
-    ok!(warpipe_timeline_close(opened));
-    ok!(warpipe_timeline_close(owner));
+    ok!(warpipe_close(semaphore));
+    ok!(warpipe_close(event));
+    ok!(warpipe_close(opened));
+    ok!(warpipe_close(owner));
 }
 
 /// Creates an endpoint that admits other users: with arrays that are there, and with one that is
 /// null but counted.
 macro_rules! admits {
-    ($create:ident($($name:expr)?), $options:ident, $close:ident) => {{
+    ($create:ident($($name:expr),*), $options:ident, $close:ident) => {{
         let fixture = Fixture::new();
         let (uids, gids) = ([1, 2], [3]);
         let mut options = options!($options {
@@ -425,13 +423,13 @@ macro_rules! admits {
             allow_gids: gids.as_ptr(),
             allow_gids_count: gids.len(),
         });
-        ok!($close(get!($create($($name,)? &options))));
+        ok!($close(get!($create($($name,)* &options))));
         let mut refused = none();
         options.allow_gids = none();
-        let said = fails!(WARPIPE_INVALID_INPUT, $create($($name,)? &options, &mut refused));
+        let said = fails!(WARPIPE_INVALID_INPUT, $create($($name,)* &options, &mut refused));
         assert!(said.starts_with("options->allow_gids is null"), "{said}");
         options.allow_uids = none();
-        let said = fails!(WARPIPE_INVALID_INPUT, $create($($name,)? &options, &mut refused));
+        let said = fails!(WARPIPE_INVALID_INPUT, $create($($name,)* &options, &mut refused));
         assert!(said.starts_with("options->allow_uids is null"), "{said}");
         assert!(refused.is_null());
     }};
@@ -442,22 +440,22 @@ fn other_users_are_admitted_by_arrays_that_are_there() {
     let name = c"shared".as_ptr();
     admits!(
         warpipe_timeline_create(name),
-        warpipe_timeline_options,
-        warpipe_timeline_close
+        warpipe_create_options,
+        warpipe_close
     );
     admits!(
         warpipe_event_create(),
-        warpipe_event_options,
-        warpipe_event_close
+        warpipe_create_options,
+        warpipe_close
     );
     admits!(
-        warpipe_semaphore_create(name),
-        warpipe_semaphore_options,
-        warpipe_semaphore_close
+        warpipe_semaphore_create(name, 1),
+        warpipe_create_options,
+        warpipe_close
     );
     admits!(
         warpipe_member_create(name),
         warpipe_member_options,
-        warpipe_member_close
+        warpipe_close
     );
 }

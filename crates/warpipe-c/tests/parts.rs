@@ -88,6 +88,6 @@ fn the_parts_of_a_loan_arrive_by_name_and_wrong_ones_are_refused() {
             warpipe_publisher_loan_parts(publisher, wrong.as_ptr(), 2, &mut loan)
         );
     }
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
 }

@@ -103,13 +103,13 @@ fn a_lent_block_is_opened_by_its_ticket_and_returns_when_both_are_freed() {
         warpipe_memory_free_on(lent, fixture.stream)
     );
     ok!(warpipe_memory_free_on(block, fixture.stream));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_memory_close(block));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(block));
     let mut late = none();
     fails!(
         WARPIPE_NOT_FOUND,
         warpipe_ticket_open(ticket.as_ptr(), fixture.device, 0, &mut late)
     );
-    ok!(warpipe_pool_close(pool));
+    ok!(warpipe_close(pool));
 }
 
 #[test]
@@ -121,9 +121,9 @@ fn a_block_is_not_freed_on_a_stream_that_does_not_exist() {
     fails!(WARPIPE_INVALID_INPUT, warpipe_memory_free_on(block, wrong));
     assert_eq!(stats(pool).in_use_bytes, 4096);
     ok!(warpipe_memory_free_on(block, fixture.stream));
-    ok!(warpipe_pool_close(pool));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_pool_close(pool));
-    ok!(warpipe_pool_close(none()));
+    ok!(warpipe_close(pool));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(pool));
+    ok!(warpipe_close(none::<u8>()));
 }
 
 #[test]
@@ -147,19 +147,16 @@ fn a_client_allocates_until_the_limit_and_its_blocks_return() {
         warpipe_pool_client_allocate(client, 0, 0, &mut more)
     );
     assert!(more.is_null());
-    let mut is_gone = true;
-    ok!(warpipe_pool_client_is_owner_gone(client, &mut is_gone));
-    assert!(!is_gone);
-    ok!(warpipe_memory_close(block));
+    ok!(warpipe_close(block));
     let again = get!(warpipe_pool_client_allocate(client, 3 * MIB, u64::MAX));
-    ok!(warpipe_pool_client_close(client));
-    ok!(warpipe_pool_close(pool));
+    ok!(warpipe_close(client));
+    ok!(warpipe_close(pool));
     assert_eq!(
         read::<4>(again),
         [0; 4],
         "a block outlives its client and pool"
     );
-    ok!(warpipe_memory_close(again));
+    ok!(warpipe_close(again));
 }
 
 #[test]
@@ -191,8 +188,8 @@ fn a_users_quota_limits_its_blocks() {
     let other: warpipe_pool_usage = get!(warpipe_pool_get_usage(pool, uid + 1));
     assert_eq!((other.bytes, other.bytes_max), (0, 2 * MIB));
     assert_eq!((other.blocks, other.blocks_max), (0, 0));
-    ok!(warpipe_memory_close(block));
-    ok!(warpipe_pool_close(pool));
+    ok!(warpipe_close(block));
+    ok!(warpipe_close(pool));
 }
 
 #[test]

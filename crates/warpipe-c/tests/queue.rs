@@ -3,6 +3,7 @@
 #[macro_use]
 mod common;
 
+use std::ffi::c_void;
 use std::time::Duration;
 
 use common::jobs::{Jobs, info, own_pid};
@@ -25,17 +26,14 @@ fn a_job_goes_to_a_worker_and_its_result_comes_back() {
     assert_eq!(get!(warpipe_job_get_id(job)), 1u64);
     assert!(!get!(warpipe_job_is_done(job)));
 
-    let lease = jobs.lease();
-    let asked = info(lease);
+    let (lease, input) = jobs.lease_and_input();
+    let asked = info(input);
     assert_eq!((asked.job, asked.attempt, asked.deadline_ns), (1, 1, 0));
     assert_eq!(asked.pid, own_pid());
     assert_eq!(metadata(&asked), b"how");
-    ok!(warpipe_lease_wait_on(lease, stream));
-    ok!(warpipe_lease_wait(lease, LONG));
-    let mut bytes = [0u8; 5];
-    let buffer = bytes.as_mut_ptr().cast();
-    ok!(warpipe_lease_copy_to(lease, buffer, 5, LONG));
-    assert_eq!(&bytes, b"input");
+    ok!(warpipe_sample_wait_on(input, stream));
+    ok!(warpipe_sample_wait(input, LONG));
+    assert_eq!(jobs.fixture.read(input), b"input");
     let output = jobs.output(lease, b"result");
     ok!(warpipe_loan_set_metadata(
         output,
@@ -49,6 +47,7 @@ fn a_job_goes_to_a_worker_and_its_result_comes_back() {
         WARPIPE_USUAL_TIMEOUT
     ));
 
+    ok!(warpipe_close(input));
     let result = jobs.wait(job);
     let answered: warpipe_sample_info = get!(warpipe_sample_get_info(result));
     assert_eq!((answered.job, answered.attempt), (1, 1));
@@ -62,7 +61,7 @@ fn a_job_goes_to_a_worker_and_its_result_comes_back() {
         WARPIPE_NOT_FOUND,
         warpipe_job_wait(job, stream, LONG, &mut again)
     );
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(job));
     jobs.close();
 }
 
@@ -75,13 +74,11 @@ fn results_come_in_the_order_of_submission_or_of_completion() {
         let jobs = Jobs::with(options!(warpipe_queue_options {
             order: order as u32
         }));
-        let (stream, layout) = (jobs.fixture.stream, bytes_layout(1));
+        let (queue, stream) = (jobs.queue, jobs.fixture.stream);
         for byte in [1u8, 2] {
-            let data = (&raw const byte).cast();
-            let (queue, job) = (jobs.queue, none());
-            ok!(warpipe_queue_submit_host(
-                queue, stream, &layout, data, 1, job
-            ));
+            let (loan, job) = (jobs.loan(&[byte]), none());
+            let usual = WARPIPE_USUAL_TIMEOUT;
+            ok!(warpipe_queue_submit(queue, loan, stream, usual, job));
         }
         let (first, second) = (jobs.lease(), jobs.lease());
         jobs.complete(second);
@@ -126,8 +123,8 @@ fn a_job_that_was_rejected_or_failed_too_often_says_why() {
     assert!(said.contains("out of ink"), "{said}");
     assert_eq!(number, 1);
     assert!(sample.is_null());
-    ok!(warpipe_job_close(failed));
-    ok!(warpipe_job_close(rejected));
+    ok!(warpipe_close(failed));
+    ok!(warpipe_close(rejected));
     jobs.close();
 }
 
@@ -135,20 +132,20 @@ fn a_job_that_was_rejected_or_failed_too_often_says_why() {
 fn a_closed_lease_is_a_failed_attempt_and_a_requeued_one_is_not() {
     let jobs = Jobs::new();
     let job = jobs.submit(b"job");
-    ok!(warpipe_lease_close(jobs.lease()));
-    let second = jobs.lease();
-    assert_eq!(info(second).attempt, 2);
+    ok!(warpipe_close(jobs.lease()));
+    let (attempt, second) = jobs.attempt();
+    assert_eq!(attempt, 2);
     ok!(warpipe_lease_requeue(second, WARPIPE_USUAL_TIMEOUT));
-    let third = jobs.lease();
-    assert_eq!(info(third).attempt, 2);
+    let (attempt, third) = jobs.attempt();
+    assert_eq!(attempt, 2);
     jobs.complete(third);
     ok!(warpipe_sample_release(jobs.wait(job), none()));
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(job));
     jobs.close();
 }
 
 #[test]
-fn the_input_of_a_split_lease_outlives_its_answer() {
+fn the_input_of_a_lease_outlives_its_answer() {
     let jobs = Jobs::new();
     let stream = jobs.fixture.stream;
     let loan = jobs.loan(b"input");
@@ -159,15 +156,8 @@ fn the_input_of_a_split_lease_outlives_its_answer() {
         stream,
         WARPIPE_USUAL_TIMEOUT
     ));
-    let lease = jobs.lease();
+    let (lease, input) = jobs.lease_and_input();
     let first = jobs.output(lease, b"unused");
-    let mut input = none();
-    ok!(warpipe_lease_split(lease, &mut input));
-    fails!(
-        WARPIPE_INVALID_STATE,
-        warpipe_lease_split(lease, &mut none())
-    );
-
     let second = get!(warpipe_lease_output(lease, &bytes_layout(6)));
     jobs.fixture.write(second, b"result");
     ok!(warpipe_lease_complete(
@@ -186,24 +176,18 @@ fn the_input_of_a_split_lease_outlives_its_answer() {
     assert_eq!(metadata(&asked), b"how");
     assert_eq!(jobs.fixture.read(input), b"input");
     ok!(warpipe_sample_finish(input, LONG));
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(job));
     jobs.close();
 }
 
 #[test]
-fn every_other_answer_of_a_split_lease_is_given() {
+fn every_other_answer_is_given_after_the_input_was_released() {
     let jobs = Jobs::new();
     let stream = jobs.fixture.stream;
     let job = jobs.submit(b"job");
-    let answer = || {
-        let (lease, mut input) = (jobs.lease(), none());
-        ok!(warpipe_lease_split(lease, &mut input));
-        let asked: warpipe_sample_info = get!(warpipe_sample_get_info(input));
-        ok!(warpipe_sample_release(input, none()));
-        (asked.attempt, lease)
-    };
+    let answer = || jobs.attempt();
     let (_, first) = answer();
-    ok!(warpipe_lease_close(first));
+    ok!(warpipe_close(first));
     let (attempt, second) = answer();
     assert_eq!(attempt, 2);
     ok!(warpipe_lease_requeue(second, WARPIPE_USUAL_TIMEOUT));
@@ -231,8 +215,8 @@ fn every_other_answer_of_a_split_lease_is_given() {
         WARPIPE_USUAL_TIMEOUT
     ));
     ok!(warpipe_sample_finish(jobs.wait(other), LONG));
-    ok!(warpipe_job_close(other));
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(other));
+    ok!(warpipe_close(job));
     jobs.close();
 }
 
@@ -240,11 +224,12 @@ fn every_other_answer_of_a_split_lease_is_given() {
 fn a_timeout_of_zero_takes_only_what_is_there() {
     let jobs = Jobs::with(options!(warpipe_queue_options { limit: 1 }));
     let (queue, stream) = (jobs.queue, jobs.fixture.stream);
-    let (mut lease, mut sample, mut number) = (none(), none(), 7);
+    let (mut lease, mut input, mut sample, mut number) = (none(), none(), none(), 7);
     fails!(
         WARPIPE_TIMEOUT,
-        warpipe_worker_lease(jobs.worker, stream, 0, &mut lease)
+        warpipe_worker_lease(jobs.worker, stream, 0, &mut lease, &mut input)
     );
+    assert!(lease.is_null() && input.is_null());
     fails!(
         WARPIPE_TIMEOUT,
         warpipe_queue_next_result(queue, stream, 0, &mut sample, &mut number)
@@ -269,8 +254,8 @@ fn a_timeout_of_zero_takes_only_what_is_there() {
     let cancelled: bool = get!(warpipe_job_cancel(job));
     assert!(cancelled);
     ok!(warpipe_queue_submit(queue, loan, stream, 0, &mut other));
-    ok!(warpipe_job_close(job));
-    ok!(warpipe_job_close(other));
+    ok!(warpipe_close(job));
+    ok!(warpipe_close(other));
     jobs.close();
 }
 
@@ -304,7 +289,7 @@ fn the_state_counts_jobs_and_names_workers_and_waiting_jobs_are_cancelled() {
     let cancelled: bool = get!(warpipe_job_cancel(all[0]));
     assert!(!cancelled, "its outcome was taken");
     for job in all {
-        ok!(warpipe_job_close(job));
+        ok!(warpipe_close(job));
     }
     jobs.close();
 }
@@ -314,16 +299,17 @@ fn a_workers_descriptor_is_readable_when_a_job_comes() {
     let jobs = Jobs::new();
     let stream = jobs.fixture.stream;
     let fd: i32 = get!(warpipe_worker_get_fd(jobs.worker));
-    let mut lease: *mut warpipe_lease = none();
+    let (mut lease, mut input): (*mut warpipe_lease, _) = (none(), none());
     fails!(
         WARPIPE_TIMEOUT,
-        warpipe_worker_lease(jobs.worker, stream, 0, &mut lease)
+        warpipe_worker_lease(jobs.worker, stream, 0, &mut lease, &mut input)
     );
     let job = jobs.submit(b"job");
     // It may ring without a job.
     while lease.is_null() {
         assert!(becomes_readable(fd));
-        let status = call!(warpipe_worker_lease(jobs.worker, stream, 0, &mut lease));
+        let (worker, input) = (jobs.worker, &mut input);
+        let status = call!(warpipe_worker_lease(worker, stream, 0, &mut lease, input));
         let is_expected = matches!(
             status,
             warpipe_status::WARPIPE_OK | warpipe_status::WARPIPE_TIMEOUT
@@ -331,7 +317,8 @@ fn a_workers_descriptor_is_readable_when_a_job_comes() {
         assert!(is_expected, "{}", common::message());
     }
     jobs.complete(lease);
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(input));
+    ok!(warpipe_close(job));
     jobs.close();
 }
 
@@ -355,13 +342,13 @@ fn a_watchs_descriptor_is_readable_when_a_result_comes_and_when_the_queue_ends()
         assert!(is_expected, "{}", common::message());
     }
     ok!(warpipe_sample_finish(sample, LONG));
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(job));
     ok!(warpipe_watch_quiet(watch));
     jobs.close();
     assert!(becomes_readable(fd));
-    ok!(warpipe_watch_close(watch));
+    ok!(warpipe_close(watch));
     fails!(WARPIPE_INVALID_OBJECT, warpipe_watch_quiet(watch));
-    ok!(warpipe_watch_close(none()));
+    ok!(warpipe_close(none::<c_void>()));
 }
 
 #[test]
@@ -385,7 +372,7 @@ fn one_of_the_threads_that_wait_for_a_job_gets_its_result() {
     let expected = [warpipe_status::WARPIPE_OK, not_found, not_found, not_found];
     statuses.sort_by_key(|&status| status != warpipe_status::WARPIPE_OK);
     assert_eq!(statuses, expected);
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(job));
     jobs.close();
 }
 
@@ -404,6 +391,6 @@ fn a_queue_that_was_shut_takes_no_jobs_and_gives_its_results() {
     jobs.complete(jobs.lease());
     ok!(warpipe_queue_shutdown(jobs.queue, LONG));
     assert_eq!(jobs.next(), 1);
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(job));
     jobs.close();
 }

@@ -67,9 +67,9 @@ fn a_loan_of_another_endpoint_is_refused_and_stays_usable() {
         WARPIPE_USUAL_TIMEOUT,
         none()
     ));
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
-    ok!(warpipe_queue_close(other));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
+    ok!(warpipe_close(other));
     jobs.close();
 }
 
@@ -100,7 +100,7 @@ fn an_output_of_another_lease_is_refused_and_both_are_answered_after_it() {
         let result = jobs.wait(job);
         assert_eq!(jobs.fixture.read(result), expected);
         ok!(warpipe_sample_finish(result, LONG));
-        ok!(warpipe_job_close(job));
+        ok!(warpipe_close(job));
     }
     jobs.close();
 }
@@ -110,6 +110,7 @@ struct LeftBehind {
     jobs: Jobs,
     job: *mut warpipe_job,
     lease: *mut warpipe_lease,
+    input: *mut warpipe_sample,
     output: *mut warpipe_loan,
 }
 
@@ -119,25 +120,27 @@ impl LeftBehind {
     fn new() -> Option<LeftBehind> {
         let jobs = Jobs::new();
         let job = jobs.submit(b"job");
-        let lease = jobs.lease();
+        let (lease, input) = jobs.lease_and_input();
         let output = jobs.output(lease, b"late");
-        ok!(warpipe_queue_close(jobs.queue));
-        let (mut next, stream) = (none(), jobs.fixture.stream);
+        ok!(warpipe_close(jobs.queue));
+        let (mut next, mut other, stream) = (none(), none(), jobs.fixture.stream);
         fails!(
             WARPIPE_PEER_GONE,
-            warpipe_worker_lease(jobs.worker, stream, LONG, &mut next)
+            warpipe_worker_lease(jobs.worker, stream, LONG, &mut next, &mut other)
         );
         if call!(warpipe_lease_requeue(lease, LONG)) == warpipe_status::WARPIPE_PEER_GONE {
             return Some(LeftBehind {
                 jobs,
                 job,
                 lease,
+                input,
                 output,
             });
         }
+        ok!(warpipe_close(input));
         ok!(warpipe_loan_discard(output, stream));
-        ok!(warpipe_job_close(job));
-        ok!(warpipe_worker_close(jobs.worker));
+        ok!(warpipe_close(job));
+        ok!(warpipe_close(jobs.worker));
         None
     }
 }
@@ -149,6 +152,7 @@ fn a_lease_of_a_queue_that_has_gone_stays_the_callers_until_it_is_closed() {
         jobs,
         job,
         lease,
+        input,
         output,
     } = left_behind.expect("an answer after the end of the link");
     let stream = jobs.fixture.stream;
@@ -160,21 +164,22 @@ fn a_lease_of_a_queue_that_has_gone_stays_the_callers_until_it_is_closed() {
         WARPIPE_PEER_GONE,
         warpipe_lease_fail(lease, c"never mind".as_ptr(), WARPIPE_USUAL_TIMEOUT)
     );
-    assert_eq!(info(lease).job, 1);
+    assert_eq!(info(input).job, 1);
+    ok!(warpipe_sample_finish(input, LONG));
     let mut sample = none();
     fails!(
         WARPIPE_INVALID_STATE,
         warpipe_job_wait(job, stream, LONG, &mut sample)
     );
     ok!(warpipe_loan_discard(output, stream));
-    ok!(warpipe_lease_close(lease));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_lease_close(lease));
-    ok!(warpipe_job_close(job));
-    ok!(warpipe_worker_close(jobs.worker));
+    ok!(warpipe_close(lease));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(lease));
+    ok!(warpipe_close(job));
+    ok!(warpipe_close(jobs.worker));
 }
 
 #[test]
-fn after_an_answer_that_failed_the_input_stays_behind_the_work_of_that_answers_stream() {
+fn an_input_stays_behind_the_work_of_the_stream_that_it_is_released_on() {
     const BYTES: u64 = 2 << 20;
     let jobs = Jobs::with(options!(warpipe_queue_options {
         memory_limit: BYTES,
@@ -189,7 +194,7 @@ fn after_an_answer_that_failed_the_input_stays_behind_the_work_of_that_answers_s
         stream,
         WARPIPE_USUAL_TIMEOUT
     ));
-    let lease = jobs.lease();
+    let (lease, input) = jobs.lease_and_input();
 
     let reading = fixture.another_stream();
     let barrier = Barrier::new(2);
@@ -201,14 +206,8 @@ fn after_an_answer_that_failed_the_input_stays_behind_the_work_of_that_answers_s
         Some(wait_at),
         argument
     ));
-    let (publisher, subscriber) = fixture.channel(c"frames");
-    let wrong = get!(warpipe_publisher_loan(publisher, &bytes_layout(1)));
-    fails!(
-        WARPIPE_INVALID_STATE,
-        warpipe_lease_complete(lease, wrong, reading, WARPIPE_USUAL_TIMEOUT)
-    );
-    ok!(warpipe_loan_discard(wrong, stream));
-    ok!(warpipe_lease_close(lease));
+    ok!(warpipe_sample_release_on(input, reading, none()));
+    ok!(warpipe_close(lease));
     jobs.complete(jobs.lease());
     ok!(warpipe_sample_finish(jobs.wait(job), LONG));
 
@@ -223,9 +222,7 @@ fn after_an_answer_that_failed_the_input_stays_behind_the_work_of_that_answers_s
         call!(warpipe_queue_loan(jobs.queue, &layout, &mut next)) == warpipe_status::WARPIPE_OK
     }));
     ok!(warpipe_loan_discard(next, stream));
-    ok!(warpipe_job_close(job));
-    ok!(warpipe_subscriber_close(subscriber));
-    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_close(job));
     fixture.destroy(reading);
     jobs.close();
 }
@@ -235,37 +232,40 @@ fn a_second_thread_may_not_use_a_worker_that_leases() {
     let jobs = Jobs::new();
     let (worker, stream) = (Shared::new(jobs.worker), Shared::new(jobs.fixture.stream));
     let leasing = std::thread::spawn(move || {
-        let mut lease = none();
+        let (mut lease, mut input) = (none(), none());
         // This thread may come while the other one is in its short call.
         while call!(warpipe_worker_lease(
             worker.get(),
             stream.get(),
             LONG,
-            &mut lease
+            &mut lease,
+            &mut input
         )) == warpipe_status::WARPIPE_INVALID_STATE
         {
             std::thread::yield_now();
         }
         assert!(!lease.is_null(), "{}", common::message());
+        ok!(warpipe_close(input));
         Shared::new(lease)
     });
     let mut fd = 0;
     assert!(eventually(Duration::from_nanos(LONG), || {
         call!(warpipe_worker_get_fd(jobs.worker, &mut fd)) == warpipe_status::WARPIPE_INVALID_STATE
     }));
-    let mut lease = none();
+    let (mut lease, mut input) = (none(), none());
+    let stream = jobs.fixture.stream;
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_worker_lease(jobs.worker, jobs.fixture.stream, 0, &mut lease)
+        warpipe_worker_lease(jobs.worker, stream, 0, &mut lease, &mut input)
     );
     // The call under way keeps it.
-    ok!(warpipe_worker_close(jobs.worker));
+    ok!(warpipe_close(jobs.worker));
     let job = jobs.submit(b"job");
     let lease = leasing.join().expect("no panic").get();
     jobs.complete(lease);
     ok!(warpipe_sample_finish(jobs.wait(job), LONG));
-    ok!(warpipe_job_close(job));
-    ok!(warpipe_queue_close(jobs.queue));
+    ok!(warpipe_close(job));
+    ok!(warpipe_close(jobs.queue));
 }
 
 #[test]
@@ -333,7 +333,7 @@ fn options_that_are_not_valid_are_refused() {
         })
     };
     let worker = get!(warpipe_worker_open(name, &earlier));
-    ok!(warpipe_worker_close(worker));
+    ok!(warpipe_close(worker));
 
     let mut worker = none();
     let missing = options!(warpipe_worker_options {
@@ -350,7 +350,7 @@ fn options_that_are_not_valid_are_refused() {
         WARPIPE_NAME_CONFLICT,
         warpipe_queue_create(name, &options, &mut second)
     );
-    ok!(warpipe_queue_close(queue));
+    ok!(warpipe_close(queue));
 }
 
 #[test]
@@ -381,9 +381,14 @@ fn null_places_and_texts_are_invalid_input_and_null_objects_are_no_objects() {
         WARPIPE_INVALID_INPUT,
         warpipe_queue_get_state(queue, &mut state, none(), 1)
     );
+    let (mut lease, mut input) = (none(), none());
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_worker_lease(jobs.worker, stream, 0, none())
+        warpipe_worker_lease(jobs.worker, stream, 0, none(), &mut input)
+    );
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_worker_lease(jobs.worker, stream, 0, &mut lease, none())
     );
     let job = jobs.submit(b"job");
     let lease = jobs.lease();
@@ -391,7 +396,6 @@ fn null_places_and_texts_are_invalid_input_and_null_objects_are_no_objects() {
         WARPIPE_INVALID_INPUT,
         warpipe_lease_fail(lease, none(), WARPIPE_USUAL_TIMEOUT)
     );
-    fails!(WARPIPE_INVALID_INPUT, warpipe_lease_split(lease, none()));
     jobs.complete(lease);
 
     let mut job_place = none();
@@ -414,11 +418,8 @@ fn null_places_and_texts_are_invalid_input_and_null_objects_are_no_objects() {
         warpipe_lease_complete(none(), none(), stream, WARPIPE_USUAL_TIMEOUT)
     );
     fails!(WARPIPE_INVALID_OBJECT, warpipe_lease_requeue(none(), 0));
-    ok!(warpipe_queue_close(none()));
-    ok!(warpipe_job_close(none()));
-    ok!(warpipe_worker_close(none()));
-    ok!(warpipe_lease_close(none()));
-    ok!(warpipe_job_close(job));
+    ok!(warpipe_close(none::<c_void>()));
+    ok!(warpipe_close(job));
     jobs.close();
 }
 
@@ -432,22 +433,23 @@ fn a_pointer_of_another_type_or_a_closed_one_is_no_object() {
         warpipe_queue_drain(job.cast(), LONG)
     );
     assert_eq!(said, "a warpipe_job was passed for a warpipe_queue");
-    fails!(
+    let local = 0u64;
+    let said = fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_worker_close(jobs.queue.cast())
+        warpipe_close((&raw const local).cast_mut())
     );
+    assert!(said.contains("is no object"), "{said}");
     let lease = jobs.lease();
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_job_close(lease.cast()));
     jobs.complete(lease);
     fails!(
         WARPIPE_INVALID_OBJECT,
         warpipe_lease_complete(lease, none(), stream, WARPIPE_USUAL_TIMEOUT)
     );
-    ok!(warpipe_job_close(job));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_job_close(job));
+    ok!(warpipe_close(job));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(job));
     let (queue, worker) = (jobs.queue, jobs.worker);
     jobs.close();
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_queue_close(queue));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_worker_close(worker));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(queue));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(worker));
     fails!(WARPIPE_INVALID_OBJECT, warpipe_queue_drain(queue, 0));
 }

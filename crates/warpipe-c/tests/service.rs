@@ -3,9 +3,10 @@
 #[macro_use]
 mod common;
 
+use std::ffi::c_void;
 use std::time::Duration;
 
-use common::{Fixture, LONG, SHORT, Shared, becomes_readable, bytes_layout, none, zeroed};
+use common::{Fixture, LONG, SHORT, Shared, becomes_readable, bytes_layout, leased, none, zeroed};
 use warpipe_c::*;
 use warpipe_testkit::eventually;
 
@@ -43,22 +44,27 @@ impl Service {
         loan
     }
 
-    fn request(&self, bytes: &[u8]) -> *mut warpipe_pending {
+    fn request(&self, bytes: &[u8]) -> *mut warpipe_job {
         let (loan, stream) = (self.loan(bytes), self.fixture.stream);
         get!(warpipe_client_request(self.client, loan, stream, LONG))
     }
 
-    fn accept(&self) -> *mut warpipe_lease {
-        get!(warpipe_server_accept(
-            self.server,
-            self.fixture.stream,
-            LONG
-        ))
+    fn accept(&self) -> (*mut warpipe_lease, *mut warpipe_sample) {
+        let (server, stream) = (self.server, self.fixture.stream);
+        leased(|lease, input| ok!(warpipe_server_accept(server, stream, LONG, lease, input)))
+    }
+
+    /// Asks, and waits for the reply.
+    fn call(&self, bytes: &[u8]) -> *mut warpipe_sample {
+        let request = self.request(bytes);
+        let reply = get!(warpipe_job_wait(request, self.fixture.stream, LONG));
+        ok!(warpipe_close(request));
+        reply
     }
 
     fn close(self) {
-        ok!(warpipe_server_close(self.server));
-        ok!(warpipe_client_close(self.client));
+        ok!(warpipe_close(self.server));
+        ok!(warpipe_close(self.client));
     }
 }
 
@@ -69,14 +75,12 @@ fn a_call_returns_the_reply_of_a_server() {
     let (server, stream) = (Shared::new(service.server), Shared::new(own_stream));
     let serving = std::thread::spawn(move || {
         let (server, stream) = (server.get(), stream.get());
-        let lease = get!(warpipe_server_accept(server, stream, LONG));
+        let (lease, input) =
+            leased(|lease, input| ok!(warpipe_server_accept(server, stream, LONG, lease, input)));
         let mut bytes = [0u8; 5];
-        ok!(warpipe_lease_copy_to(
-            lease,
-            bytes.as_mut_ptr().cast(),
-            5,
-            LONG
-        ));
+        let buffer = bytes.as_mut_ptr().cast();
+        ok!(warpipe_sample_copy_to(input, buffer, 5, LONG));
+        ok!(warpipe_sample_finish(input, LONG));
         bytes.make_ascii_uppercase();
         let output = get!(warpipe_lease_output(lease, &bytes_layout(5)));
         let data = bytes.as_ptr().cast();
@@ -89,13 +93,11 @@ fn a_call_returns_the_reply_of_a_server() {
         ));
     });
     ok!(warpipe_client_wait_for_servers(service.client, 1, LONG));
-    let (loan, stream) = (service.loan(b"hello"), service.fixture.stream);
-    let reply = get!(warpipe_client_call(service.client, loan, stream, LONG));
+    let reply = service.call(b"hello");
     assert_eq!(service.fixture.read(reply), b"HELLO");
     let info: warpipe_sample_info = get!(warpipe_sample_get_info(reply));
     assert_eq!(info.pid, std::process::id() as i32);
     ok!(warpipe_sample_finish(reply, LONG));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_loan_discard(loan, stream));
     serving.join().expect("no panic");
     service.fixture.destroy(own_stream);
     service.close();
@@ -109,11 +111,12 @@ fn a_request_is_waited_for_and_its_lease_names_the_client_and_the_deadline() {
     let mut reply = none();
     fails!(
         WARPIPE_TIMEOUT,
-        warpipe_pending_wait(pending, stream, 0, &mut reply)
+        warpipe_job_wait(pending, stream, 0, &mut reply)
     );
-    assert!(!get!(warpipe_pending_is_done(pending)));
-    let lease = service.accept();
-    let info: warpipe_sample_info = get!(warpipe_lease_get_info(lease));
+    assert!(!get!(warpipe_job_is_done(pending)));
+    let (lease, input) = service.accept();
+    let info: warpipe_sample_info = get!(warpipe_sample_get_info(input));
+    ok!(warpipe_close(input));
     assert_eq!(info.pid, std::process::id() as i32);
     assert!(info.deadline_ns > warpipe::clock::now_ns());
     let (mut state, mut servers) = (zeroed::<warpipe_queue_state>(), [0; 2]);
@@ -131,15 +134,15 @@ fn a_request_is_waited_for_and_its_lease_names_the_client_and_the_deadline() {
         stream,
         WARPIPE_USUAL_TIMEOUT
     ));
-    ok!(warpipe_pending_wait(pending, stream, LONG, &mut reply));
+    ok!(warpipe_job_wait(pending, stream, LONG, &mut reply));
     assert_eq!(service.fixture.read(reply), b"");
     ok!(warpipe_sample_finish(reply, LONG));
     fails!(
         WARPIPE_NOT_FOUND,
-        warpipe_pending_wait(pending, stream, LONG, &mut reply)
+        warpipe_job_wait(pending, stream, LONG, &mut reply)
     );
-    ok!(warpipe_pending_close(pending));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_pending_close(pending));
+    ok!(warpipe_close(pending));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(pending));
     service.close();
 }
 
@@ -158,7 +161,7 @@ fn a_closed_request_is_withdrawn() {
         state.waiting
     };
     assert_eq!(waiting(), 1);
-    ok!(warpipe_pending_close(pending));
+    ok!(warpipe_close(pending));
     assert_eq!(waiting(), 0);
     service.close();
 }
@@ -168,24 +171,26 @@ fn a_rejected_request_says_why() {
     let service = Service::new();
     let stream = service.fixture.stream;
     let pending = service.request(b"question");
+    let (lease, input) = service.accept();
+    ok!(warpipe_close(input));
     ok!(warpipe_lease_reject(
-        service.accept(),
+        lease,
         c"too long".as_ptr(),
         WARPIPE_USUAL_TIMEOUT
     ));
     let mut reply = none();
     let watch: *mut warpipe_watch = get!(warpipe_client_watch(service.client));
-    while !get!(warpipe_pending_is_done(pending)) {
+    while !get!(warpipe_job_is_done(pending)) {
         assert!(becomes_readable(get!(warpipe_watch_get_fd(watch))));
         ok!(warpipe_watch_quiet(watch));
     }
-    ok!(warpipe_watch_close(watch));
+    ok!(warpipe_close(watch));
     let said = fails!(
         WARPIPE_JOB_FAILED,
-        warpipe_pending_wait(pending, stream, LONG, &mut reply)
+        warpipe_job_wait(pending, stream, LONG, &mut reply)
     );
     assert!(said.contains("too long"), "{said}");
-    ok!(warpipe_pending_close(pending));
+    ok!(warpipe_close(pending));
     service.close();
 }
 
@@ -196,20 +201,15 @@ fn a_deadline_that_passes_ends_the_wait() {
     let mut reply = none();
     for deadline in [0, SHORT] {
         let loan = service.loan(b"question");
+        let pending = get!(warpipe_client_request(client, loan, stream, deadline));
+        fails!(WARPIPE_INVALID_OBJECT, warpipe_loan_discard(loan, stream));
         fails!(
             WARPIPE_TIMEOUT,
-            warpipe_client_call(client, loan, stream, deadline, &mut reply)
+            warpipe_job_wait(pending, stream, LONG, &mut reply)
         );
-        fails!(WARPIPE_INVALID_OBJECT, warpipe_loan_discard(loan, stream));
+        assert!(get!(warpipe_job_is_done(pending)));
+        ok!(warpipe_close(pending));
     }
-    let loan = service.loan(b"question");
-    let pending = get!(warpipe_client_request(client, loan, stream, 0));
-    assert!(get!(warpipe_pending_is_done(pending)));
-    fails!(
-        WARPIPE_TIMEOUT,
-        warpipe_pending_wait(pending, stream, LONG, &mut reply)
-    );
-    ok!(warpipe_pending_close(pending));
     service.close();
 }
 
@@ -221,26 +221,27 @@ fn a_second_thread_may_not_use_a_server_that_accepts() {
         Shared::new(service.fixture.stream),
     );
     let accepting = std::thread::spawn(move || {
-        Shared::new(get!(warpipe_server_accept(
-            server.get(),
-            stream.get(),
-            LONG
-        )))
+        let (server, stream) = (server.get(), stream.get());
+        let (lease, input) =
+            leased(|lease, input| ok!(warpipe_server_accept(server, stream, LONG, lease, input)));
+        ok!(warpipe_close(input));
+        Shared::new(lease)
     });
     let mut fd = 0;
     assert!(eventually(Duration::from_nanos(LONG), || {
         call!(warpipe_server_get_fd(service.server, &mut fd))
             == warpipe_status::WARPIPE_INVALID_STATE
     }));
-    let mut lease = none();
+    let (mut lease, mut input) = (none(), none());
+    let stream = service.fixture.stream;
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_server_accept(service.server, service.fixture.stream, 0, &mut lease)
+        warpipe_server_accept(service.server, stream, 0, &mut lease, &mut input)
     );
     let pending = service.request(b"question");
     let lease = accepting.join().expect("no panic").get();
-    ok!(warpipe_lease_close(lease));
-    ok!(warpipe_pending_close(pending));
+    ok!(warpipe_close(lease));
+    ok!(warpipe_close(pending));
     service.close();
 }
 
@@ -250,10 +251,11 @@ fn a_servers_descriptor_is_readable_when_a_request_comes() {
     let (server, stream) = (service.server, service.fixture.stream);
     let fd: i32 = get!(warpipe_server_get_fd(server));
     let pending = service.request(b"question");
-    let mut lease: *mut warpipe_lease = none();
+    let (mut lease, mut input): (*mut warpipe_lease, _) = (none(), none());
     while lease.is_null() {
         assert!(becomes_readable(fd));
-        let status = call!(warpipe_server_accept(server, stream, 0, &mut lease));
+        let input = &mut input;
+        let status = call!(warpipe_server_accept(server, stream, 0, &mut lease, input));
         let is_expected = matches!(
             status,
             warpipe_status::WARPIPE_OK | warpipe_status::WARPIPE_TIMEOUT
@@ -266,7 +268,8 @@ fn a_servers_descriptor_is_readable_when_a_request_comes() {
         stream,
         WARPIPE_USUAL_TIMEOUT
     ));
-    ok!(warpipe_pending_close(pending));
+    ok!(warpipe_close(input));
+    ok!(warpipe_close(pending));
     service.close();
 }
 
@@ -280,11 +283,6 @@ fn requests_of_a_closed_client_and_loans_of_another_are_refused() {
         WARPIPE_INVALID_INPUT,
         warpipe_client_request(other.client, loan, stream, LONG, &mut pending)
     );
-    let mut reply = none();
-    fails!(
-        WARPIPE_INVALID_INPUT,
-        warpipe_client_call(other.client, loan, stream, LONG, &mut reply)
-    );
     ok!(warpipe_client_request(
         service.client,
         loan,
@@ -294,13 +292,13 @@ fn requests_of_a_closed_client_and_loans_of_another_are_refused() {
     ));
     let client = service.client;
     service.close();
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_client_close(client));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(client));
     let mut second = none();
     fails!(
         WARPIPE_INVALID_OBJECT,
         warpipe_client_request(client, loan, stream, LONG, &mut second)
     );
-    ok!(warpipe_pending_close(pending));
+    ok!(warpipe_close(pending));
     other.close();
 }
 
@@ -309,19 +307,19 @@ fn a_request_outlives_its_client_only_as_a_handle() {
     let service = Service::new();
     let stream = service.fixture.stream;
     let pending = service.request(b"question");
-    ok!(warpipe_client_close(service.client));
+    ok!(warpipe_close(service.client));
     let mut reply = none();
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_pending_wait(pending, stream, LONG, &mut reply)
+        warpipe_job_wait(pending, stream, LONG, &mut reply)
     );
     let mut is_done = false;
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_pending_is_done(pending, &mut is_done)
+        warpipe_job_is_done(pending, &mut is_done)
     );
-    ok!(warpipe_pending_close(pending));
-    ok!(warpipe_server_close(service.server));
+    ok!(warpipe_close(pending));
+    ok!(warpipe_close(service.server));
 }
 
 #[test]
@@ -359,19 +357,18 @@ fn invalid_names_options_and_pointers_are_refused() {
         WARPIPE_TIMEOUT,
         warpipe_client_wait_for_servers(service.client, 1, 0)
     );
-    let (mut lease, mut fd) = (none(), 0);
+    let (mut lease, mut input, mut fd) = (none(), none(), 0);
+    let stream = service.fixture.stream;
     fails!(
         WARPIPE_TIMEOUT,
-        warpipe_server_accept(service.server, service.fixture.stream, 0, &mut lease)
+        warpipe_server_accept(service.server, stream, 0, &mut lease, &mut input)
     );
     fails!(
         WARPIPE_INVALID_OBJECT,
         warpipe_server_get_fd(none(), &mut fd)
     );
-    ok!(warpipe_client_close(none()));
-    ok!(warpipe_pending_close(none()));
-    ok!(warpipe_server_close(none()));
+    ok!(warpipe_close(none::<c_void>()));
     let server = service.server;
     service.close();
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_server_close(server));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_close(server));
 }

@@ -14,7 +14,7 @@ constexpr std::chrono::seconds COPIES{30};
 
 warpipe::Timeline done_timeline(const std::string &service, std::uint64_t ordinal,
                                 const warpipe::Device &device) {
-  warpipe::TimelineOptions options;
+  warpipe::CreateOptions options;
   options.device = device.get();
   return warpipe::Timeline::create(gpu_name(service, ordinal), options);
 }

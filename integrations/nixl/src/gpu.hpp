@@ -87,7 +87,7 @@ private:
   // The copies under way, or the last ones.
   std::uint64_t number_ = 0;
   std::optional<std::string> notification_;
-  std::optional<warpipe::Pending> sent_;
+  std::optional<warpipe::Job> sent_;
 };
 
 } // namespace warpipe_nixl

@@ -29,7 +29,7 @@ warpipe::ServerOptions server_options(const Host &host) {
 }
 
 warpipe::Timeline life(const std::string &service, const Host &host) {
-  warpipe::TimelineOptions options;
+  warpipe::CreateOptions options;
   options.device = host.device.get();
   return warpipe::Timeline::create(life_name(service), options);
 }

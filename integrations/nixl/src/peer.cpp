@@ -60,7 +60,7 @@ bool Peer::is_gone() const {
   return warpipe_timeline_is_reached(life_.get(), 1, &reached) == WARPIPE_PEER_GONE;
 }
 
-warpipe::Pending Peer::send(Op op, const std::vector<Segment> &segments,
+warpipe::Job Peer::send(Op op, const std::vector<Segment> &segments,
                             const std::optional<std::string> &notification,
                             const std::function<void(char *)> &fill) const {
   if (notification && notification->size() > NOTIFICATION_BYTES_MAX)
@@ -93,7 +93,7 @@ warpipe::Pending Peer::send(Op op, const std::vector<Segment> &segments,
 
 warpipe::Memory Peer::open_share(std::uint64_t ordinal, const Segment &whole,
                                  const warpipe::Device &device) const {
-  const warpipe::Pending asked = send(Op::Share, {{whole.registration, whole.address, 0}}, {}, {});
+  const warpipe::Job asked = send(Op::Share, {{whole.registration, whole.address, 0}}, {}, {});
   warpipe::Sample reply = asked.wait(host_->stream, SHARE);
   const auto shares = reply.to_vector<std::uint64_t>(SHARE);
   if (shares.size() != 1)

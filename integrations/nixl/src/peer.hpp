@@ -35,7 +35,7 @@ public:
 
   // Sends a request; `fill` writes a write's data. It is withdrawn if what this returns is
   // destroyed before its reply is there. Throws warpipe::LimitReached if there is no memory now.
-  warpipe::Pending send(Op op, const std::vector<Segment> &segments,
+  warpipe::Job send(Op op, const std::vector<Segment> &segments,
                         const std::optional<std::string> &notification,
                         const std::function<void(char *)> &fill) const;
   // Maps registered memory of its GPU.
@@ -58,7 +58,7 @@ private:
       clients_;
   std::mutex notifications_mutex_;
   // Kept until they are delivered.
-  std::deque<warpipe::Pending> notifications_;
+  std::deque<warpipe::Job> notifications_;
 };
 
 } // namespace warpipe_nixl

@@ -113,7 +113,7 @@ void Transfer::send_parts() {
   }
 }
 
-warpipe::Pending Transfer::send(const Part &part,
+warpipe::Job Transfer::send(const Part &part,
                                 const std::optional<std::string> &notification) const {
   std::vector<Segment> segments;
   segments.reserve(part.pieces.size());

@@ -41,7 +41,7 @@ private:
   void withdraw();
   nixl_status_t disconnected();
   void send_parts();
-  warpipe::Pending send(const Part &part, const std::optional<std::string> &notification) const;
+  warpipe::Job send(const Part &part, const std::optional<std::string> &notification) const;
 
   Op op_;
   std::shared_ptr<Peer> peer_;
@@ -49,7 +49,7 @@ private:
   std::optional<std::string> notification_;
   // The next part to be sent; those in front of it are done, or pending.
   std::size_t next_ = 0;
-  std::deque<warpipe::Pending> pending_;
+  std::deque<warpipe::Job> pending_;
   // The first pending part's reply, until it is complete.
   warpipe::Sample reply_;
 };

@@ -19,17 +19,18 @@ const INTRODUCTION: &str = "\
  *
  * Every function that can fail returns a warpipe_status; warpipe_error_message() says more.
  *
- * Ownership. A function that gives an object to the caller says which function closes it. Closing
- * null does nothing. A pointer that is null, was closed, or is of another type is refused with
- * WARPIPE_INVALID_OBJECT: the library never reads memory at such a pointer. An output pointer is
- * null unless the call succeeds. Texts and arrays are copied during the call unless it says
- * otherwise. An object that the program leaves open ends with the process, and its peers see that.
+ * Ownership. A function that gives an object to the caller says how it ends: warpipe_close ends every
+ * object, and its type says what that means; closing null does nothing. A pointer that is null, was
+ * closed, or is of another type is refused with WARPIPE_INVALID_OBJECT: the library never reads
+ * memory at such a pointer. An output pointer is null unless the call succeeds. Texts and arrays are
+ * copied during the call unless it says otherwise. An object that the program leaves open ends with
+ * the process, and its peers see that.
  *
  * Threads. Every function may be called on any thread. A warpipe_subscriber, warpipe_worker,
  * warpipe_server, warpipe_sample, warpipe_loan or warpipe_lease is for one thread at
  * a time: a second one gets WARPIPE_INVALID_STATE. All others may be used by any number of threads
- * at once. An object's close function may be called while another thread is in a call on it: the
- * object ends when that call does. A sample has none, and stays open when a release is refused so.
+ * at once. warpipe_close may be called while another thread is in a call on the object, which ends
+ * when that call does; every other end of an object is refused then, and it stays open.
  * The library calls no function of the caller but that of warpipe_stream_call, and holds no lock
  * then.
  *

@@ -45,8 +45,8 @@ static void send_in_place(const warpipe_device *device, void *stream,
   OK(warpipe_loan_send(loan, stream, WARPIPE_USUAL_TIMEOUT, NULL));
   while (!atomic_load(&released))
     CHECK(sched_yield() == 0);
-  OK(warpipe_published_close(published));
-  OK(warpipe_memory_close(memory));
+  OK(warpipe_close(published));
+  OK(warpipe_close(memory));
 }
 
 static int subscribe(void) {
@@ -77,7 +77,7 @@ static int subscribe(void) {
       warpipe_receipt *receipt = NULL;
       OK(warpipe_sample_release(sample, &receipt));
       OK(warpipe_receipt_wait(receipt, LIMIT));
-      OK(warpipe_receipt_close(receipt));
+      OK(warpipe_close(receipt));
     }
   }
   warpipe_sample *sample = NULL;
@@ -92,9 +92,9 @@ static int subscribe(void) {
   FAILS(warpipe_subscriber_receive(subscriber, stream, LIMIT, &sample), WARPIPE_PEER_GONE,
         "c/channel");
   CHECK(sample == NULL);
-  OK(warpipe_subscriber_close(subscriber));
+  OK(warpipe_close(subscriber));
   OK(warpipe_stream_destroy(device, stream));
-  OK(warpipe_device_close(device));
+  OK(warpipe_close(device));
   return 0;
 }
 
@@ -136,11 +136,11 @@ int main(int count, char **arguments) {
     CHECK(sequence == number);
   }
   send_in_place(device, stream, publisher);
-  OK(warpipe_publisher_close(publisher));
+  OK(warpipe_close(publisher));
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
   OK(warpipe_stream_destroy(device, stream));
-  OK(warpipe_device_close(device));
+  OK(warpipe_close(device));
   puts("ok: 200 samples and one in place, each as it was sent");
   return 0;
 }

@@ -155,7 +155,7 @@ void service(const warpipe::Device &device, void *stream) {
   warpipe::Client client("cpp/service", asking);
   warpipe::Loan loan = client.loan(Layout::contiguous<std::uint8_t>({3}));
   loan.write(stream, "abc", 3);
-  warpipe::Pending pending = client.request(std::move(loan), stream, kLimit);
+  warpipe::Job pending = client.request(std::move(loan), stream, kLimit);
   warpipe::Lease request = server.accept(stream, kLimit);
   const std::vector<std::uint8_t> asked = request.to_vector<std::uint8_t>(kLimit);
   warpipe::Loan reply = request.output(request.layout());
@@ -249,7 +249,7 @@ void copied_and_given_up(const warpipe::Device &device, const warpipe::Stream &s
   publisher.loan(layout).send(stream);
   DLManagedTensorVersioned *tensor = subscriber.receive(stream, kLimit).to_dlpack();
 
-  warpipe::TimelineOptions made;
+  warpipe::CreateOptions made;
   made.device = device.get();
   warpipe::OpenOptions opened;
   opened.device = device.get();
@@ -291,7 +291,7 @@ void memory(const warpipe::Device &device, void *stream) {
 }
 
 void order(const warpipe::Device &device, const warpipe::Stream &stream) {
-  warpipe::TimelineOptions options;
+  warpipe::CreateOptions options;
   options.device = device.get();
   warpipe::OpenOptions attach;
   attach.device = device.get();
@@ -304,19 +304,14 @@ void order(const warpipe::Device &device, const warpipe::Stream &stream) {
   opened.wait_host(3, kLimit);
   CHECK(opened.value() == 3);
 
-  warpipe::EventOptions event_options;
-  event_options.device = device.get();
-  warpipe::Event event(event_options);
+  warpipe::Event event(options);
   event.record(stream);
   warpipe::Event imported = warpipe::Event::open(event.handle(), device);
   imported.wait(other);
   imported.synchronize(kLimit);
   CHECK(imported.query());
 
-  warpipe::SemaphoreOptions permits;
-  permits.device = device.get();
-  permits.permits = 2;
-  warpipe::Semaphore semaphore = warpipe::Semaphore::create("cpp/semaphore", permits);
+  warpipe::Semaphore semaphore = warpipe::Semaphore::create("cpp/semaphore", 2, options);
   warpipe::Permit first = semaphore.acquire(stream, kLimit);
   {
     warpipe::Permit second = semaphore.acquire_host(kLimit);

@@ -177,7 +177,7 @@ void a_loop_that_is_left_keeps_no_sample(const warpipe::Device &device, void *st
 // The error of a call, although the destructor of what it was given has one, too.
 void an_error_is_that_of_the_call() {
   struct Failing {
-    ~Failing() { warpipe_device_close(reinterpret_cast<warpipe_device *>(std::uintptr_t{64})); }
+    ~Failing() { warpipe_close(reinterpret_cast<warpipe_device *>(std::uintptr_t{64})); }
   };
   warpipe::Device device("host");
   warpipe::Stream stream(device);

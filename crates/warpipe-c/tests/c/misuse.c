@@ -30,9 +30,9 @@ static void of_objects(warpipe_device *device, void *stream) {
   warpipe_publisher *second = NULL;
   FAILS(warpipe_publisher_create("c/misuse", &options, &second), WARPIPE_NAME_CONFLICT, "c/misuse");
   CHECK(second == NULL);
-  OK(warpipe_publisher_close(publisher));
-  FAILS(warpipe_publisher_close(publisher), WARPIPE_INVALID_OBJECT, "closed");
-  OK(warpipe_publisher_close(NULL));
+  OK(warpipe_close(publisher));
+  FAILS(warpipe_close(publisher), WARPIPE_INVALID_OBJECT, "closed");
+  OK(warpipe_close(NULL));
 }
 
 static void of_streams(warpipe_device *device) {
@@ -46,7 +46,7 @@ static void of_streams(warpipe_device *device) {
   FAILS(warpipe_stream_synchronize(host, &local, LIMIT), WARPIPE_INVALID_INPUT,
         "warpipe_stream_create");
   OK(warpipe_stream_synchronize(host, NULL, LIMIT));
-  OK(warpipe_device_close(host));
+  OK(warpipe_close(host));
 }
 
 static void of_options(warpipe_device *device) {
@@ -68,7 +68,7 @@ static void of_options(warpipe_device *device) {
     uint64_t newer;
   } newer = {.known = {.size = sizeof newer, .device = device}, .newer = 0};
   OK(warpipe_publisher_create("c/options", &newer.known, &publisher));
-  OK(warpipe_publisher_close(publisher));
+  OK(warpipe_close(publisher));
   newer.newer = 1;
   FAILS(warpipe_publisher_create("c/options", &newer.known, &publisher), WARPIPE_PROTOCOL,
         "run one version");
@@ -76,7 +76,7 @@ static void of_options(warpipe_device *device) {
   warpipe_publisher_options older = {.size = offsetof(warpipe_publisher_options, depth),
                                      .device = device, .depth = 5000};
   OK(warpipe_publisher_create("c/options", &older, &publisher));
-  OK(warpipe_publisher_close(publisher));
+  OK(warpipe_close(publisher));
 }
 
 static void of_texts(void) {
@@ -88,7 +88,7 @@ static void of_texts(void) {
   CHECK(length > 0 && length < sizeof path);
   OK(warpipe_domain_get_path(domain, path, length + 1, NULL));
   CHECK(strlen(path) == length);
-  OK(warpipe_domain_close(domain));
+  OK(warpipe_close(domain));
 }
 
 int main(void) {
@@ -108,8 +108,8 @@ int main(void) {
   of_options(device);
   of_texts();
   OK(warpipe_stream_destroy(device, stream));
-  OK(warpipe_device_close(device));
-  FAILS(warpipe_device_close(device), WARPIPE_INVALID_OBJECT, "closed");
+  OK(warpipe_close(device));
+  FAILS(warpipe_close(device), WARPIPE_INVALID_OBJECT, "closed");
   puts("ok: every wrong call was refused");
   return 0;
 }

@@ -32,7 +32,7 @@ static void *make_objects(void *argument) {
     void *stream = test_stream(device);
     OK(warpipe_stream_synchronize(device, NULL, LIMIT));
     OK(warpipe_stream_destroy(device, stream));
-    OK(warpipe_device_close(device));
+    OK(warpipe_close(device));
   }
   return argument;
 }
@@ -40,7 +40,7 @@ static void *make_objects(void *argument) {
 static void *open_and_close(void *argument) {
   warpipe_device *device = NULL;
   OK(warpipe_device_open("host", &device));
-  OK(warpipe_device_close(device));
+  OK(warpipe_close(device));
   return argument;
 }
 
@@ -53,11 +53,11 @@ static void use_the_library(void) {
   warpipe_publisher *publisher = NULL;
   OK(warpipe_publisher_create("c/processes/child", &options, &publisher));
   OK(warpipe_publisher_send_host(publisher, NULL, NULL, "child", 5, NULL));
-  OK(warpipe_publisher_close(publisher));
+  OK(warpipe_close(publisher));
   pthread_t thread;
   CHECK(pthread_create(&thread, NULL, open_and_close, NULL) == 0);
   CHECK(pthread_join(thread, NULL) == 0);
-  OK(warpipe_device_close(device));
+  OK(warpipe_close(device));
 }
 
 static void count_release(void *calls) {
@@ -90,21 +90,21 @@ static void fork_with_a_loan(void) {
                                                             count_release, &refused, &second);
     FAILS(status, WARPIPE_INVALID_STATE, "fork");
     CHECK(atomic_load(&refused) == 1 && second == NULL);
-    (void)warpipe_loan_close(loan);
-    (void)warpipe_publisher_close(publisher);
-    (void)warpipe_published_close(published);
-    (void)warpipe_memory_close(memory);
+    (void)warpipe_close(loan);
+    (void)warpipe_close(publisher);
+    (void)warpipe_close(published);
+    (void)warpipe_close(memory);
     CHECK(atomic_load(&lent) == 0);
     _exit(0);
   }
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  OK(warpipe_loan_close(loan));
-  OK(warpipe_publisher_close(publisher));
-  OK(warpipe_published_close(published));
-  OK(warpipe_memory_close(memory));
-  OK(warpipe_device_close(device));
+  OK(warpipe_close(loan));
+  OK(warpipe_close(publisher));
+  OK(warpipe_close(published));
+  OK(warpipe_close(memory));
+  OK(warpipe_close(device));
   while (atomic_load(&lent) == 0)
     CHECK(sched_yield() == 0);
   CHECK(atomic_load(&lent) == 1);
@@ -128,8 +128,8 @@ static void fork_and_use(void) {
 // Runs when its thread ends, after the library's own thread-local values may have gone.
 static pthread_key_t at_end_of_thread;
 static void end_of_thread(void *argument) {
-  OK(warpipe_device_close(argument));
-  CHECK(warpipe_device_close(argument) == WARPIPE_INVALID_OBJECT);
+  OK(warpipe_close(argument));
+  CHECK(warpipe_close(argument) == WARPIPE_INVALID_OBJECT);
   CHECK(warpipe_error_message() != NULL);
   open_and_close(NULL);
 }
@@ -145,10 +145,10 @@ static void *end_with_an_object(void *argument) {
 
 static warpipe_device *last_device;
 static void at_exit(void) {
-  OK_AT_EXIT(warpipe_device_close(last_device));
+  OK_AT_EXIT(warpipe_close(last_device));
   warpipe_device *device = NULL;
   OK_AT_EXIT(warpipe_device_open("host", &device));
-  OK_AT_EXIT(warpipe_device_close(device));
+  OK_AT_EXIT(warpipe_close(device));
 }
 
 int main(void) {

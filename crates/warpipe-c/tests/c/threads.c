@@ -96,13 +96,13 @@ int main(void) {
   CHECK(pthread_create(&waiter, NULL, wait_for_the_end, streams[0]) == 0);
   while (!atomic_load(&waiting)) {
   }
-  OK(warpipe_subscriber_close(subscriber));
-  FAILS(warpipe_subscriber_close(subscriber), WARPIPE_INVALID_OBJECT, "closed");
-  OK(warpipe_publisher_close(publisher));
+  OK(warpipe_close(subscriber));
+  FAILS(warpipe_close(subscriber), WARPIPE_INVALID_OBJECT, "closed");
+  OK(warpipe_close(publisher));
   CHECK(pthread_join(waiter, NULL) == 0);
   for (int index = 0; index < 2; index++)
     OK(warpipe_stream_destroy(device, streams[index]));
-  OK(warpipe_device_close(device));
+  OK(warpipe_close(device));
   puts("ok: 800 samples from 4 threads");
   return 0;
 }

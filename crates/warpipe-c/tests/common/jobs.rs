@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use warpipe_c::*;
 
-use super::{Fixture, LONG, bytes_layout, none, zeroed};
+use super::{Fixture, LONG, bytes_layout, leased, none, zeroed};
 
 /// A queue, and a worker that is attached to it.
 pub struct Jobs {
@@ -35,14 +35,12 @@ impl Jobs {
     }
 
     pub fn submit(&self, bytes: &[u8]) -> *mut warpipe_job {
-        let (stream, data) = (self.fixture.stream, bytes.as_ptr().cast());
-        let layout = none();
-        get!(warpipe_queue_submit_host(
+        let (loan, stream) = (self.loan(bytes), self.fixture.stream);
+        get!(warpipe_queue_submit(
             self.queue,
+            loan,
             stream,
-            layout,
-            data,
-            bytes.len()
+            WARPIPE_USUAL_TIMEOUT
         ))
     }
 
@@ -53,8 +51,23 @@ impl Jobs {
         loan
     }
 
+    /// The next lease and its input.
+    pub fn lease_and_input(&self) -> (*mut warpipe_lease, *mut warpipe_sample) {
+        let (worker, stream) = (self.worker, self.fixture.stream);
+        leased(|lease, input| ok!(warpipe_worker_lease(worker, stream, LONG, lease, input)))
+    }
+
+    /// The next lease, with its input released, and the number of the attempt.
+    pub fn attempt(&self) -> (u32, *mut warpipe_lease) {
+        let (lease, input) = self.lease_and_input();
+        let asked = info(input);
+        ok!(warpipe_sample_release(input, none()));
+        (asked.attempt, lease)
+    }
+
+    /// As [`Jobs::attempt`], without the number.
     pub fn lease(&self) -> *mut warpipe_lease {
-        get!(warpipe_worker_lease(self.worker, self.fixture.stream, LONG))
+        self.attempt().1
     }
 
     pub fn output(&self, lease: *const warpipe_lease, bytes: &[u8]) -> *mut warpipe_loan {
@@ -100,8 +113,8 @@ impl Jobs {
     }
 
     pub fn close(self) {
-        ok!(warpipe_worker_close(self.worker));
-        ok!(warpipe_queue_close(self.queue));
+        ok!(warpipe_close(self.worker));
+        ok!(warpipe_close(self.queue));
     }
 }
 
@@ -118,8 +131,8 @@ pub fn create_queue(
     get!(warpipe_queue_create(name.as_ptr(), &options))
 }
 
-pub fn info(lease: *const warpipe_lease) -> warpipe_sample_info {
-    get!(warpipe_lease_get_info(lease))
+pub fn info(sample: *const warpipe_sample) -> warpipe_sample_info {
+    get!(warpipe_sample_get_info(sample))
 }
 
 pub fn own_pid() -> i32 {

@@ -21,6 +21,9 @@ pub const SHORT: u64 = 1_000_000;
 
 /// Calls a function, and returns its status.
 macro_rules! call {
+    (warpipe_close($object:expr)) => {
+        ::warpipe_c::warpipe_close($object.cast())
+    };
     ($function:ident($($argument:expr),* $(,)?)) => {{
         #[allow(unused_unsafe, reason = "functions without addresses are safe")]
         // SAFETY: every address is null, or that of a value that lives until the call returns.
@@ -114,7 +117,7 @@ plain! {
     warpipe_device_info, warpipe_layout, warpipe_loan_info, warpipe_sample_info,
     warpipe_publisher_options, warpipe_subscriber_options,
     warpipe_queue_options, warpipe_queue_state, warpipe_worker_options,
-    warpipe_client_options, warpipe_server_options,
+    warpipe_client_options, warpipe_server_options, warpipe_create_options,
 }
 
 // SAFETY: null.
@@ -234,8 +237,8 @@ impl Drop for Fixture {
             return;
         }
         ok!(warpipe_stream_destroy(self.device, self.stream));
-        ok!(warpipe_device_close(self.device));
-        ok!(warpipe_domain_close(self.domain));
+        ok!(warpipe_close(self.device));
+        ok!(warpipe_close(self.domain));
     }
 }
 
@@ -277,4 +280,13 @@ pub fn becomes_readable(fd: i32) -> bool {
 /// Null, where any pointer fits.
 pub fn none<T>() -> *mut T {
     null_mut()
+}
+
+/// A lease and its input, by a call for both.
+pub fn leased(
+    take: impl FnOnce(&mut *mut warpipe_lease, &mut *mut warpipe_sample),
+) -> (*mut warpipe_lease, *mut warpipe_sample) {
+    let (mut lease, mut input) = (none(), none());
+    take(&mut lease, &mut input);
+    (lease, input)
 }
