@@ -243,11 +243,11 @@ impl C {
 impl Drop for C {
     fn drop(&mut self) {
         // Errors have no reader here.
-        let _ = warpipe_c::warpipe_close(self.subscriber);
-        let _ = warpipe_c::warpipe_close(self.publisher);
+        let _ = warpipe_c::warpipe_close(self.subscriber.cast());
+        let _ = warpipe_c::warpipe_close(self.publisher.cast());
         let _ = warpipe_c::warpipe_stream_destroy(self.device, self.stream);
-        let _ = warpipe_c::warpipe_close(self.device);
-        let _ = warpipe_c::warpipe_close(self.domain);
+        let _ = warpipe_c::warpipe_close(self.device.cast());
+        let _ = warpipe_c::warpipe_close(self.domain.cast());
     }
 }
 

@@ -368,8 +368,8 @@ typedef struct {
   size_t allow_gids_count;
 } warpipe_create_options;
 
-// Options of warpipe_timeline_open, warpipe_semaphore_open, warpipe_pool_client_open
-// and warpipe_allocation_client_open. Begin with {.size = sizeof(warpipe_open_options)}; a field that is 0 has its default.
+// Options of warpipe_timeline_open, warpipe_event_open, warpipe_semaphore_open,
+// warpipe_pool_client_open and warpipe_allocation_client_open. Begin with {.size = sizeof(warpipe_open_options)}; a field that is 0 has its default.
 typedef struct {
   // sizeof(warpipe_open_options).
   size_t size;
@@ -1365,7 +1365,7 @@ warpipe_status warpipe_event_get_handle(const warpipe_event *event,
                                         size_t *length);
 
 // Opens an event by its handle (cuIpcOpenEventHandle), also in the process that made it.
-// device may be null: the first GPU, else the host.
+// options may be null; the handle names the domain unless they do.
 //
 // *event is the caller's, to be closed by warpipe_close.
 //
@@ -1374,9 +1374,9 @@ warpipe_status warpipe_event_get_handle(const warpipe_event *event,
 // WARPIPE_TIMEOUT when it does not answer; WARPIPE_REFUSED; WARPIPE_PROTOCOL;
 // WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
 //
-// Requires: event_handle is a text, event the address of a pointer.
+// Requires: event_handle is a text, options null or the address of options, event that of a pointer.
 warpipe_status warpipe_event_open(const char *event_handle,
-                                  const warpipe_device *device,
+                                  const warpipe_open_options *options,
                                   warpipe_event **event);
 
 // Records the stream's work so far (cuEventRecord), and returns at once. Exporter and importers

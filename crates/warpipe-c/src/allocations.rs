@@ -37,12 +37,10 @@ pub unsafe extern "C" fn warpipe_allocation_server_create(
     options: *const warpipe_create_options,
     server: *mut *mut warpipe_allocation_server,
 ) -> warpipe_status {
-    // SAFETY: the caller's promise.
     let build = |options| {
-        Ok(AllocationServer::new(
-            unsafe { text("name", name) }?,
-            options,
-        )?)
+        // SAFETY: the caller's promise.
+        let name = unsafe { text("name", name) }?;
+        Ok(AllocationServer::new(name, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { create("server", server, options, build) }
