@@ -24,7 +24,7 @@ class Memory:
     def __init__(self, agent, count, pieces=1, value=0, gpu=None, allocations=0):
         """On a GPU of cudaMalloc, or in so many allocations of the virtual memory functions."""
         self.agent, self.count, self.pieces = agent, count, pieces
-        self.kind, self.device = ("DRAM", 0) if gpu is None else ("VRAM", gpu)
+        self.gpu, self.kind, self.device = gpu, *(("DRAM", 0) if gpu is None else ("VRAM", gpu))
         if gpu is None:
             self.array = numpy.empty(count, dtype=numpy.uint8)
             self.address = self.array.ctypes.data

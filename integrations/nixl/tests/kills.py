@@ -1,13 +1,13 @@
 """Kills agents of other processes in the middle of their work, and looks what the survivor is told.
 
-    python kills.py --kills 1000 --seconds 3000
+    python kills.py --kills 1000 --seconds 3000 [--gpu 0]
 
 In each round a new agent takes the same name. In turn it is the target of a read, the target of a
 write, and the initiator of writes to the survivor. The survivor is one process: it ends with 0 if
-each round ended as it must. Prints a line of JSON with the times from the signal to
-NIXL_ERR_REMOTE_DISCONNECT, and to the end of a plain pipe: before that the kernel takes the dead
-process apart. Prints it also when it is interrupted, terminated or fails, of the rounds until
-then."""
+each round ended as it must. All have memory of the host, or of that GPU. Prints a line of JSON
+with the times from the signal to NIXL_ERR_REMOTE_DISCONNECT, and to the end of a plain pipe: before
+that the kernel takes the dead process apart. Prints it also when it is interrupted, terminated or
+fails, of the rounds until then."""
 
 import argparse
 import json
@@ -48,9 +48,9 @@ def until_told(victim, ask):
 
 
 def killed_target(agent, memory, operation, delay_s):
-    with Process("victim", BYTES) as victim:
+    with Process("victim", BYTES, gpu=memory.gpu) as victim:
         name = agent.add_remote_agent(victim.metadata)
-        remote = agent.get_xfer_descs(victim.tuples, "DRAM")
+        remote = agent.get_xfer_descs(victim.tuples, memory.kind)
         handle = agent.initialize_xfer(operation, memory.descriptors(), remote, name)
         state = agent.transfer(handle)
         end = time.perf_counter() + delay_s
@@ -63,10 +63,10 @@ def killed_target(agent, memory, operation, delay_s):
 
 
 def killed_initiator(agent, memory, delay_s):
-    with Process("victim", BYTES) as victim:
+    with Process("victim", BYTES, gpu=memory.gpu) as victim:
         name = agent.add_remote_agent(victim.metadata)
         victim.ask("meet", agent.get_agent_metadata())
-        victim.tell("write for ever", memory.tuples(), "survivor", b"written")
+        victim.tell("write for ever", memory.tuples(), "survivor", b"written", memory.kind)
         assert notifications(agent, 1, LIMIT_S), "nothing was written"
         time.sleep(delay_s)
         told = until_told(victim, lambda: agent.send_notif(name, b"?"))
@@ -95,6 +95,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no round later")
+    parser.add_argument("--gpu", type=int)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
@@ -102,8 +103,8 @@ def main():
     random.seed(arguments.seed)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     agent = new_agent("survivor")
-    memory = Memory(agent, BYTES, value=1)
-    told, report = [], {"wanted": arguments.kills}
+    memory = Memory(agent, BYTES, value=1, gpu=arguments.gpu)
+    told, report = [], {"wanted": arguments.kills, "gpu": arguments.gpu}
     began = said = time.monotonic()
     try:
         for kill in range(arguments.kills):

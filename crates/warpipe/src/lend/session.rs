@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -36,6 +37,10 @@ use crate::wait::Wait;
 /// The sessions of this process: all that it borrows of one lender shares one page of words, and
 /// one mapping of each run.
 static SESSIONS: WeakCache<ImportKey, LendSession> = WeakCache::new();
+
+/// How long released memory of a legacy handle stays open, and claimed, so that the next share of
+/// the same allocation need not open it: the driver takes some 100 us for each open and close.
+const LINGER: Duration = Duration::from_millis(5);
 
 /// What the sessions of one kind of lenders differ in.
 #[derive(Debug)]
@@ -331,7 +336,8 @@ impl LendSession {
         claim.at_end = Some(claim.value);
         // The import is dropped first: the owner may free the memory when the claim has ended,
         // which is undefined for memory that is open elsewhere.
-        let kept = Arc::new(DropAfterFence::new(Arc::default(), (import, claim))?);
+        let kept = DropAfterFence::new(Arc::default(), (import, claim))?;
+        let kept = Arc::new(kept.lingering(LINGER));
         let mapped = MappedMemory::new((&self.device, info.device), &kept, kept.clone());
         let label = self.name().into();
         // SAFETY: the handle's range, which is open for writing as long as `kept`.

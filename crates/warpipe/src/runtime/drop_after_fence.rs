@@ -7,11 +7,12 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::fork::OwnerProcess;
 use crate::runtime::fence::{Fence, StreamSet};
-use crate::runtime::reactor::Reactor;
+use crate::runtime::reactor::{DropReadiness, Reactor};
 
 /// A value tied to the streams that work on it. When dropped, the value goes to the reaper once the
 /// streams are past the work that they were given.
@@ -22,6 +23,7 @@ pub(crate) struct DropAfterFence<T: Send + 'static> {
     streams: Arc<StreamSet>,
     reactor: Arc<Reactor>,
     owner_process: OwnerProcess,
+    linger: Duration,
 }
 
 impl<T: Send + 'static> DropAfterFence<T> {
@@ -32,7 +34,14 @@ impl<T: Send + 'static> DropAfterFence<T> {
             streams,
             reactor: Reactor::of_process()?,
             owner_process: OwnerProcess::current(),
+            linger: Duration::ZERO,
         })
+    }
+
+    /// Keeps the value that much longer than its streams need it.
+    pub(crate) fn lingering(mut self, linger: Duration) -> DropAfterFence<T> {
+        self.linger = linger;
+        self
     }
 
     /// The set in which a stream is recorded before it is given work on the value.
@@ -66,8 +75,14 @@ impl<T: Send + 'static> Drop for DropAfterFence<T> {
             // In a forked child the value is the parent's.
             return std::mem::forget(value);
         }
-        let fence = Fence::later(self.streams.clone());
-        self.reactor.drop_value_after(fence, value);
+        let (mut fence, end) = (Fence::later(self.streams.clone()), Instant::now() + self.linger);
+        self.reactor.drop_after(move || {
+            let _owned = &value;
+            match fence.is_reached() {
+                true if Instant::now() < end => DropReadiness::Held,
+                is_reached => is_reached.into(),
+            }
+        });
     }
 }
 
@@ -95,7 +110,6 @@ impl Reactor {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
-    use std::time::Duration;
 
     use super::*;
     use crate::device::Device;
@@ -137,5 +151,17 @@ mod tests {
         drop(tied);
         told.recv_timeout(Duration::from_secs(10))
             .expect("it is dropped");
+    }
+
+    #[test]
+    fn a_value_that_lingers_lives_on_behind_idle_streams_and_is_dropped_then() {
+        let stream = Device::host().stream().unwrap();
+        let (hour, told_then) = tied(&stream);
+        drop(hour.lingering(Duration::from_secs(3600)));
+        let (moment, told) = tied(&stream);
+        drop(moment.lingering(Duration::from_millis(5)));
+        told.recv_timeout(Duration::from_secs(10))
+            .expect("it is dropped");
+        told_then.try_recv().expect_err("it lives");
     }
 }
