@@ -128,7 +128,8 @@ fn child() {
         .unwrap()
         .complete(None, &receiving)
         .unwrap();
-    job.wait(&sending, LIMIT).unwrap().finish().unwrap();
+    let result = job.wait(&sending, LIMIT).unwrap();
+    result.sample.finish(LIMIT).unwrap();
     match state() {
         State::Off => println!("state: off"),
         State::On { library } => println!("state: on {library}"),

@@ -1,12 +1,9 @@
-//! N ready words by one batch of memory operations, or by one small kernel: where does the kernel
-//! begin to pay?
-//!
-//! The answer is the constant above which the CUDA backend's `batch` takes the kernel.
+//! N ready words by one call of the CUDA backend's `batch`, which takes a small kernel for more than
+//! four, or by memory operations alone: where does the kernel begin to pay?
 
 use std::time::Instant;
 
 use warpipe::Stream;
-use warpipe::backend::cuda::{SignalBy, signal_by};
 use warpipe_bench::raw::Words;
 use warpipe_cli::device_arg::DeviceArg;
 use warpipe_testkit::figure::Figure;
@@ -15,16 +12,18 @@ use super::setup::{PATIENCE, Setup};
 
 const COUNTS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
 
+/// The most signals of one call that the backend makes by memory operations.
+const MEMORY_OPERATIONS_MAX: usize = 4;
+
 /// Sends enqueued one after another, so that the GPU's time for each shows.
 const BURST: usize = 32;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    let DeviceArg::Cuda(ordinal) = setup.choice else {
+    if !matches!(setup.choice, DeviceArg::Cuda(_)) {
         return Ok(Vec::new());
-    };
+    }
     let words = Words::create(&setup.device, 64)?;
     let mut bench = Bench {
-        ordinal,
         stream: setup.device.stream()?,
         words,
         turn: 0,
@@ -34,10 +33,12 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
         let [mut batch_gpu, mut batch_cpu, mut kernel_gpu, mut kernel_cpu] =
             [const { Vec::new() }; 4];
         for _ in 0..=setup.rounds() {
-            bench.burst(count, SignalBy::Batch, &mut batch_gpu, &mut batch_cpu)?;
-            bench.burst(count, SignalBy::Kernel, &mut kernel_gpu, &mut kernel_cpu)?;
+            bench.burst(count, MEMORY_OPERATIONS_MAX, &mut batch_gpu, &mut batch_cpu)?;
+            bench.burst(count, count, &mut kernel_gpu, &mut kernel_cpu)?;
         }
-        let name = |what| format!("{count} ready words by the kernel beside a batch, {what} time");
+        let name = |what| {
+            format!("{count} ready words by the kernel beside memory operations, {what} time")
+        };
         figures.push(
             Figure::new("broadcast", name("GPU"), "us", &kernel_gpu[1..]).beside(&batch_gpu[1..]),
         );
@@ -49,7 +50,6 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 struct Bench {
-    ordinal: u32,
     stream: Stream,
     words: Words,
     turn: u64,
@@ -60,20 +60,23 @@ impl Bench {
     fn burst(
         &mut self,
         count: usize,
-        by: SignalBy,
+        in_a_call: usize,
         gpu: &mut Vec<f64>,
         cpu: &mut Vec<f64>,
     ) -> anyhow::Result<()> {
         self.stream.synchronize(PATIENCE)?;
+        let backend = self.stream.device().backend().clone();
         let start = Instant::now();
         for _ in 0..BURST {
             self.turn += 1;
             let ops: Vec<_> = (0..count)
                 .map(|index| self.words.signal(index, self.turn))
                 .collect();
-            // SAFETY: the stream is live and of this device; the words live until the last has been
-            // awaited.
-            unsafe { signal_by(self.ordinal, self.stream.raw(), &ops, by) }?;
+            for ops in ops.chunks(in_a_call) {
+                // SAFETY: the stream is live and of this device; the words live until the last has
+                // been awaited.
+                unsafe { backend.batch(self.stream.raw(), ops) }?;
+            }
         }
         cpu.push(start.elapsed().as_secs_f64() * 1e6 / BURST as f64);
         self.words.await_word(count - 1, self.turn)?;

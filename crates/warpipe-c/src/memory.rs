@@ -88,7 +88,7 @@ impl MemoryKind {
     fn name(&self) -> &str {
         match self {
             MemoryKind::Owned(_) | MemoryKind::Legacy(_) => "",
-            named => DeviceSlice::name(named),
+            named => &named.name,
         }
     }
 
@@ -102,7 +102,7 @@ impl MemoryKind {
             bytes: self.bytes(),
             mapped_bytes,
             is_cuda: self.owner().kind == DeviceKind::Cuda,
-            is_read_only: self.access() == Access::Read,
+            is_read_only: self.access == Access::Read,
             uuid: self.owner().uuid,
             name: fixed(self.name()),
         }

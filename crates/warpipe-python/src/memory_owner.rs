@@ -161,7 +161,7 @@ impl OwnedMemory {
     /// weights, which may lie in several ranges, nothing.
     pub fn range(&self) -> (DevicePtr, u64, bool) {
         match self.parts() {
-            Parts::One(slice) => (slice.ptr(), slice.bytes(), slice.access() == Access::Read),
+            Parts::One(slice) => (slice.ptr(), slice.bytes(), slice.access == Access::Read),
             Parts::Weights(_) => (0, 0, true),
             Parts::Malloc(malloc) => (malloc.ptr, malloc.bytes, false),
         }

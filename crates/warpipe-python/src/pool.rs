@@ -238,7 +238,7 @@ pub struct LentBuffer {
 
 impl LentBuffer {
     fn make(py: Python<'_>, block: warpipe::LentBuffer) -> PyResult<Bound<'_, LentBuffer>> {
-        let name = block.name().to_owned();
+        let name = block.name.to_string();
         View::object(
             py,
             "the block",

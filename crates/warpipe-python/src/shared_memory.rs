@@ -238,7 +238,7 @@ impl SharedMemory {
     /// Raises ``ReleasedError``.
     #[getter]
     fn name(slf: &Bound<'_, SharedMemory>) -> PyResult<String> {
-        Ok(SharedMemory::inner(slf)?.name().to_owned())
+        Ok(SharedMemory::inner(slf)?.name.to_string())
     }
 }
 

@@ -231,7 +231,7 @@ fn ask(stage: &Stage, servers: Vec<Actor>) -> Outcome<String> {
 
 /// The largest difference between a number of the reply and the reference.
 fn error_of(reply: &JobResult, request: u64, parameters: &[f32]) -> Outcome<f64> {
-    let bytes = reply.to_vec()?;
+    let bytes = reply.to_vec(PATIENCE)?;
     let found = bytes
         .chunks_exact(4)
         .map(|float| f32::from_ne_bytes(float.try_into().expect("chunks of 4 bytes")));

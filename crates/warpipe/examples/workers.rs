@@ -146,7 +146,7 @@ fn verify(number: u64, result: &JobResult) -> Outcome {
     ensure(result.job == number + 1, || {
         format!("the result of task {} came in its place", result.job - 1)
     })?;
-    let bytes = result.to_vec()?;
+    let bytes = result.to_vec(PATIENCE)?;
     let right: Vec<u8> = floats(number)
         .flat_map(|value| value.sqrt().to_ne_bytes())
         .collect();

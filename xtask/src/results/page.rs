@@ -82,9 +82,9 @@ const TABLES: &[(&str, &str, &[&str])] = &[
         &["kernel_ring"],
     ),
     (
-        "Ready words: one kernel beside a batch of writes",
+        "Ready words: one kernel beside memory operations",
         "A send to more than four subscribers signals by one kernel instead of a batch of stream \
-         memory operations. The floor is the batch.",
+         memory operations. The floor is memory operations alone.",
         &["broadcast"],
     ),
     (

@@ -287,14 +287,9 @@ fn timeline() {
         }],
     )
     .unwrap();
-    assert!(device.backend().wait_word(&words[0], 2, PATIENCE).unwrap());
+    assert!(words[0].wait(2, PATIENCE));
     assert!(!first.is_idle().unwrap(), "2 is not 3");
-    assert!(
-        !device
-            .backend()
-            .wait_word(&words[1], 7, Duration::from_millis(1))
-            .unwrap()
-    );
+    assert!(!words[1].wait(7, Duration::from_millis(1)));
     batch(
         &device,
         second.raw(),
@@ -304,10 +299,7 @@ fn timeline() {
         }],
     )
     .unwrap();
-    assert!(
-        device.backend().wait_word(&words[1], 7, PATIENCE).unwrap(),
-        "at or above is enough"
-    );
+    assert!(words[1].wait(7, PATIENCE), "at or above is enough");
     batch(
         &device,
         first.raw(),

@@ -171,8 +171,7 @@ impl Subscribing {
     /// Counts the items that the device has checked; each check is waited for so long.
     fn conclude(&mut self, limit: Duration) -> anyhow::Result<()> {
         while let Some(check) = self.checks.front() {
-            let (backend, done) = (self.stream.device().backend(), self.page.word(DONE));
-            if !backend.wait_word(done, check.turn, limit)? {
+            if !self.page.word(DONE).wait(check.turn, limit) {
                 break;
             }
             let at_ns = clock::now_ns();

@@ -179,7 +179,7 @@ fn unreadable(error: Error) -> anyhow::Error {
 
 fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
     let domain = Domain::at(&args.domain)?;
-    let found = NamedWeights::find(&domain, &args.name)?;
+    let found = NamedWeights::list(&domain, &*args.name)?.pop();
     let candidate = found.and_then(|found| found.version);
     let candidate = candidate
         .ok_or_else(|| anyhow::anyhow!("the keeper has no version any more; serve again"))?;

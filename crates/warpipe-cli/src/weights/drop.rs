@@ -12,7 +12,7 @@ pub fn run(args: &WeightsDropArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let domain = super::domain_of(&args.domain, &args.name)?;
     // Before its end: the process that keeps the name, and how many have a version open.
-    let found = NamedWeights::find(&domain, &args.name)?;
+    let found = NamedWeights::list(&domain, &*args.name)?.pop();
     Keeper::end(&domain, &args.name, args.timeout)?;
     let (keeper, holders) = found.map_or((None, 0), |found| (found.keeper, found.holders));
     let text = || {

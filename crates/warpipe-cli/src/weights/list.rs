@@ -19,7 +19,7 @@ pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
         output.human(|| printable(&missing(&path)))?;
         return Ok(Exit::Done);
     };
-    let listed = NamedWeights::list(&domain)?;
+    let listed = NamedWeights::list(&domain, None)?;
     output.human(|| {
         let names = counted(listed.len(), "name", "names");
         let title = format!("{}: {names} of weights", domain.path().display());

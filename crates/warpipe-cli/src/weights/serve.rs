@@ -161,7 +161,7 @@ impl Serve<'_> {
     }
 
     fn say_checking(&self, version: u64) -> anyhow::Result<()> {
-        let found = NamedWeights::find(&self.domain, &self.args.name)?;
+        let found = NamedWeights::list(&self.domain, &*self.args.name)?.pop();
         let holders = found.map_or(0, |found| found.holders);
         let text = || {
             let holders = counted(holders, "process has", "processes have");

@@ -14,7 +14,9 @@ use crate::output::{Output, Style, bytes, duration, styled};
 pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let domain = super::domain_of(&args.domain, &args.name)?;
-    let found = NamedWeights::find(&domain, &args.name)?.and_then(|found| found.version);
+    let found = NamedWeights::list(&domain, &*args.name)?
+        .pop()
+        .and_then(|found| found.version);
     let device = match &found {
         Some(version) => Some(args.device.open_for(version.device)?),
         // Without a keeper: the library says so.

@@ -165,7 +165,7 @@ fn workers_of_another_machine_do_jobs_and_each_result_has_its_bytes_and_layout()
             (&layout, &[number][..])
         );
         assert_eq!(
-            result.to_vec().unwrap(),
+            result.to_vec(LONG).unwrap(),
             vec![number + 1; layout.bytes() as usize]
         );
     }
@@ -186,7 +186,7 @@ fn a_queue_whose_name_is_taken_has_the_name_of_its_machine_before_it() {
     let _bridges = (start(&pair, true), start(&pair, false));
     let _doing = Doing::start(&far, "remote/near/jobs");
     let job = queue.submit_bytes(&[1], &stream).unwrap();
-    assert_eq!(job.wait(&stream, LONG).unwrap().to_vec().unwrap(), [2]);
+    assert_eq!(job.wait(&stream, LONG).unwrap().to_vec(LONG).unwrap(), [2]);
     drop(taken);
 }
 
@@ -202,7 +202,7 @@ fn a_job_of_an_unreachable_machine_goes_back_when_its_lease_ends_and_has_one_out
     importer.stop();
     let _doing = Doing::start(&near, "jobs");
     let result = job.wait(&stream, LONG).unwrap();
-    assert_eq!((result.to_vec().unwrap(), result.attempt), (vec![8], 1));
+    assert_eq!((result.to_vec(LONG).unwrap(), result.attempt), (vec![8], 1));
     // The late result finds no job.
     importer.signal(Signal::CONT);
     let mut output = held.output(&Layout::bytes_only(1).unwrap()).unwrap();
@@ -244,7 +244,7 @@ fn every_job_has_one_right_outcome_while_both_bridges_are_killed_at_random() {
     for (number, job) in jobs {
         let result = job.wait(&stream, LONG).unwrap();
         let expected: Vec<u8> = number.to_le_bytes().map(|byte| byte.wrapping_add(1)).into();
-        assert_eq!(result.to_vec().unwrap(), expected);
+        assert_eq!(result.to_vec(LONG).unwrap(), expected);
         assert!(begun.elapsed() < 4 * PATIENCE, "job {number}");
     }
     let again = queue.next_result(&stream, SLICE);
@@ -280,7 +280,10 @@ fn a_job_of_a_machine_that_can_be_reached_does_not_go_back_when_workers_there_le
     let mut output = held.output(&Layout::bytes_only(1).unwrap()).unwrap();
     output.write(&stream, &[9]).unwrap();
     held.complete(output, &stream).unwrap();
-    assert_eq!(second.wait(&stream, LONG).unwrap().to_vec().unwrap(), [9]);
+    assert_eq!(
+        second.wait(&stream, LONG).unwrap().to_vec(LONG).unwrap(),
+        [9]
+    );
 }
 
 #[test]
@@ -295,7 +298,7 @@ fn a_pattern_that_matches_many_names_of_publishers_still_finds_the_queue() {
     let _bridges = [true, false].map(|which| start_with(&pair, which, "**", "600"));
     let _doing = Doing::start(&far, "jobs");
     let job = queue.submit_bytes(&[1], &stream).unwrap();
-    assert_eq!(job.wait(&stream, LONG).unwrap().to_vec().unwrap(), [2]);
+    assert_eq!(job.wait(&stream, LONG).unwrap().to_vec(LONG).unwrap(), [2]);
 }
 
 #[test]

@@ -368,7 +368,7 @@ fn read_only(context: &Context) -> Result<()> {
     let client = client(context)?;
     let writable = client.open_share(writable, PATIENCE)?;
     ensure!(
-        writable.access() == Access::ReadWrite,
+        writable.access == Access::ReadWrite,
         "{writable:?} is read-only"
     );
     let mut vandal = context.peer()?;

@@ -314,7 +314,7 @@ fn jobs(context: &Context) -> Result<()> {
 
     answer_handle.complete(None, &stream, PATIENCE)?;
     input.release()?;
-    first.wait(&stream, PATIENCE)?.finish()?;
+    first.wait(&stream, PATIENCE)?.sample.finish(PATIENCE)?;
     let second = queue.submit(*loan, &stream)?;
     // The worker's stream captures when it drops its lease: that is an answer, too, and the job
     // goes round once more.
@@ -325,7 +325,7 @@ fn jobs(context: &Context) -> Result<()> {
     ensure!(again.attempt == 2, "attempt {}", again.attempt);
     drop(graphs.end(&stream)?);
     again.complete(None, &free)?;
-    second.wait(&stream, PATIENCE)?.finish()?;
+    second.wait(&stream, PATIENCE)?.sample.finish(PATIENCE)?;
     graph.launch(&stream)?;
     stream.synchronize(PATIENCE)?;
     Ok(())

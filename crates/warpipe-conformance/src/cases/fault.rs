@@ -63,7 +63,6 @@ const METHODS: &[&str] = &[
     "record_event",
     "wait_event",
     "query_event",
-    "wait_word",
 ];
 /// More calls of one method than any step makes.
 const CALLS_MAX: u64 = 32;

@@ -225,7 +225,7 @@ fn servers(context: &Context) -> Result<()> {
         for (seed, asked) in pending {
             let reply = asked.wait(&stream, PATIENCE)?;
             ensure!(
-                reply.to_vec()? == result_of(WORDS, seed),
+                reply.to_vec(PATIENCE)? == result_of(WORDS, seed),
                 "the reply to {seed} is wrong"
             );
             replies += 1;
@@ -265,7 +265,7 @@ fn clients(context: &Context) -> Result<()> {
             )?;
             let reply = client.call(input, &stream, 3 * PATIENCE)?;
             ensure!(
-                reply.to_vec()? == result_of(WORDS, seed),
+                reply.to_vec(PATIENCE)? == result_of(WORDS, seed),
                 "the reply to {seed} is wrong"
             );
         }

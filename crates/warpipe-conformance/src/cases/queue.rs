@@ -116,7 +116,7 @@ fn expect(result: &JobResult, seed: u64, attempt: u32) -> Result<()> {
         result.job
     );
     ensure!(
-        result.to_vec()? == result_of(WORDS, seed),
+        result.to_vec(PATIENCE)? == result_of(WORDS, seed),
         "the result of job {} is right",
         result.job
     );

@@ -128,7 +128,7 @@ fn fail_over(context: &Context) -> Result<()> {
     heir.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     let reply = pending.wait(&stream, PATIENCE)?;
     ensure!(
-        reply.to_vec()? == result_of(WORDS, 4) && reply.attempt == 2,
+        reply.to_vec(PATIENCE)? == result_of(WORDS, 4) && reply.attempt == 2,
         "the reply is right"
     );
     ensure!(
@@ -150,7 +150,7 @@ fn late_server(context: &Context) -> Result<()> {
     late.lease(Task::Accept)?;
     late.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     ensure!(
-        pending.wait(&stream, PATIENCE)?.to_vec()? == result_of(WORDS, 7),
+        pending.wait(&stream, PATIENCE)?.to_vec(PATIENCE)? == result_of(WORDS, 7),
         "the reply is right"
     );
     late.dismiss()
@@ -214,11 +214,11 @@ fn deadline(context: &Context) -> Result<()> {
         server.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     }
     ensure!(
-        first.wait(&stream, PATIENCE)?.to_vec()? == result_of(WORDS, 2),
+        first.wait(&stream, PATIENCE)?.to_vec(PATIENCE)? == result_of(WORDS, 2),
         "the first reply is right"
     );
     ensure!(
-        third.wait(&stream, PATIENCE)?.to_vec()? == result_of(WORDS, 4),
+        third.wait(&stream, PATIENCE)?.to_vec(PATIENCE)? == result_of(WORDS, 4),
         "the third reply is right"
     );
     ensure!(
@@ -293,7 +293,7 @@ fn killed_client(context: &Context) -> Result<()> {
     }
     server.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     ensure!(
-        pending.wait(&stream, PATIENCE)?.to_vec()? == result_of(WORDS, 5),
+        pending.wait(&stream, PATIENCE)?.to_vec(PATIENCE)? == result_of(WORDS, 5),
         "the reply is right"
     );
     drop(client);

@@ -129,7 +129,7 @@ fn queues(context: &Context) -> Result<()> {
     drop(input);
     refused("wait", job.wait(&foreign, PATIENCE))?;
     refused("next_result", queue.next_result(&foreign, PATIENCE))?;
-    job.wait(&stream, PATIENCE)?.finish()?;
+    job.wait(&stream, PATIENCE)?.sample.finish(PATIENCE)?;
 
     let mut server = context.server("answers")?;
     refused("accept", server.accept(&foreign, Duration::ZERO))?;

@@ -169,7 +169,7 @@ fn call(service: &str, batch: Batch, context: &Context, stream: &Stream) -> Resu
             stream,
         )?;
         let reply = client.call(input, stream, PATIENCE)?;
-        right += u64::from(reply.to_vec()? == result_of(batch.words, seed));
+        right += u64::from(reply.to_vec(PATIENCE)? == result_of(batch.words, seed));
     }
     Ok(right)
 }

@@ -73,7 +73,7 @@ fn check(result: &JobResult, seed: u64) -> Result<()> {
         result.job
     );
     ensure!(
-        result.to_vec()? == result_of(WORDS, seed),
+        result.to_vec(PATIENCE)? == result_of(WORDS, seed),
         "the result of job {} is wrong",
         result.job
     );

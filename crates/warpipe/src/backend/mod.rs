@@ -20,7 +20,6 @@ pub use word::TimelineWord;
 
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::time::Duration;
 
 pub use crate::device_types::{
     Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream,
@@ -381,9 +380,6 @@ pub trait Streams {
     /// # Safety
     /// `event` is live.
     unsafe fn query_event(&self, event: RawEvent) -> Result<bool>;
-
-    /// Blocks the CPU until `word` is at or above `value`; false when `timeout` has passed first.
-    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool>;
 }
 
 /// Copies that a stream makes. A part of [`Backend`].

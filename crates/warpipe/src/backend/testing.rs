@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use super::{
     Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
-    RawStream, Retained, Rows, StreamOp, TimelineWord,
+    RawStream, Retained, Rows, StreamOp,
 };
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -452,11 +452,6 @@ impl<H: Hook> super::Streams for Wrapped<H> {
         self.hook.before("query_event")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.query_event(event) }
-    }
-
-    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
-        self.hook.before("wait_word")?;
-        self.inner.wait_word(word, value, timeout)
     }
 }
 

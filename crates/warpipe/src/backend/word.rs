@@ -1,13 +1,15 @@
 //! The 64-bit timeline word that devices and processes order themselves by.
 
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use crate::atomic::{self, AtomicU32, AtomicU64, fence};
+use crate::backoff::Backoff;
 
 /// A 64-bit value in shared memory that only grows, and beside it the count of CPU threads parked
 /// on it.
 ///
-/// On CUDA the device reads and writes `value` through the registered mapping and `parked` stays 0.
+/// On CUDA the device reads and writes `value` through the registered mapping, and wakes no thread.
 /// On the host backend a waiting stream is a thread, which parks on the word with a futex. The word
 /// has 16 bytes, so that the layout of a link segment does not depend on the backend.
 #[repr(C, align(16))]
@@ -81,13 +83,28 @@ impl TimelineWord {
         }
     }
 
+    /// Waits on the CPU until the value is at or above `value`; false once `limit` has passed.
+    pub fn wait(&self, value: u64, limit: Duration) -> bool {
+        let (start, mut backoff) = (Instant::now(), Backoff::default());
+        while !self.reached(value) {
+            let left = limit.saturating_sub(start.elapsed());
+            match backoff.step() {
+                _ if left.is_zero() => return false,
+                Duration::ZERO => std::hint::spin_loop(),
+                // A device's store ends no sleep, a thread's does.
+                pause => self.park(value, pause.min(left)),
+            }
+        }
+        true
+    }
+
     #[cold]
     fn wake(&self) {
         atomic::wake(atomic::low_half(&self.value));
     }
 
     /// Parks this thread until the value may have changed or `limit` has passed. Wakes spuriously.
-    pub fn park(&self, value: u64, limit: std::time::Duration) {
+    pub fn park(&self, value: u64, limit: Duration) {
         self.parked.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let seen = self.value.load(Ordering::Acquire);

@@ -185,7 +185,7 @@ pub enum HandshakeFault {
         subscriber: String,
     },
     /// The other side has as many links as it may.
-    #[error("it has its {max} links {limit}")]
+    #[error("it has its {max} links {}", limit.text())]
     Full {
         /// The limit that was reached.
         limit: PeerLimit,
@@ -248,13 +248,13 @@ pub enum PeerLimit {
     Process,
 }
 
-impl fmt::Display for PeerLimit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl PeerLimit {
+    pub(crate) fn text(self) -> &'static str {
+        match self {
             PeerLimit::All => "in all",
             PeerLimit::User => "for each other user",
             PeerLimit::Process => "for each process",
-        })
+        }
     }
 }
 

@@ -1,6 +1,5 @@
 //! The faults of model weights.
 
-use std::fmt;
 use std::path::PathBuf;
 
 /// The fault of model weights.
@@ -30,7 +29,8 @@ pub enum WeightsFault {
     /// places. Nothing was changed.
     #[error(
         "version {version} of the weights {name:?} does not fit the version that is followed: \
-         {difference}"
+         {}",
+        difference.text()
     )]
     Mismatch {
         /// The weights' name.
@@ -119,8 +119,8 @@ pub struct WeightsDifference {
     pub different: Vec<String>,
 }
 
-impl fmt::Display for WeightsDifference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl WeightsDifference {
+    fn text(&self) -> String {
         let of = |what: &str, tensors: &[String]| {
             (!tensors.is_empty()).then(|| format!("{what} {}", names(tensors)))
         };
@@ -134,8 +134,8 @@ impl fmt::Display for WeightsDifference {
         ];
         let parts: Vec<String> = parts.into_iter().flatten().collect();
         match &parts[..] {
-            [] => f.write_str("its memory is divided in another way"),
-            parts => f.write_str(&parts.join("; ")),
+            [] => "its memory is divided in another way".into(),
+            parts => parts.join("; "),
         }
     }
 }

@@ -446,7 +446,7 @@ pub(crate) fn send_refusal(name: &str, socket: &PeerSocket, message: &Message) {
         let reason = match message {
             Message::Refused { text, .. } | Message::NoRoom { text } => text.clone(),
             Message::OtherKind { found } => format!("it asks for another kind than {found}"),
-            Message::Full { limit, max } => format!("it is full: {max} {limit}"),
+            Message::Full { limit, max } => format!("it is full: {max} {}", limit.text()),
             other => format!("{other:?}"),
         };
         TraceEvent::ConnectionRefused(name.to_string(), uid, pid, reason)

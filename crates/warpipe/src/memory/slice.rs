@@ -63,8 +63,10 @@ impl MappedMemory {
 pub struct DeviceSlice {
     ptr: DevicePtr,
     bytes: u64,
-    access: Access,
-    name: Arc<str>,
+    /// Whether this process may write it.
+    pub access: Access,
+    /// The name under which it was opened, or that of its pool; for other memory, what it is.
+    pub name: Arc<str>,
     /// The streams of this handle: readers wait for these alone.
     streams: Arc<StreamSet>,
     mapping: MappedMemory,
@@ -118,11 +120,6 @@ impl DeviceSlice {
         })
     }
 
-    /// The name under which it was opened, or that of its pool; for other memory, what it is.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
     /// Its device address in this process.
     pub fn ptr(&self) -> DevicePtr {
         self.ptr
@@ -131,11 +128,6 @@ impl DeviceSlice {
     /// Its length in bytes, as it was asked for.
     pub fn bytes(&self) -> u64 {
         self.bytes
-    }
-
-    /// Whether this process may write it.
-    pub fn access(&self) -> Access {
-        self.access
     }
 
     /// The device that it is mapped on.

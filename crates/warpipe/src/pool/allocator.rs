@@ -179,11 +179,8 @@ impl PoolAllocator {
         let Some(value) = cleared_at else {
             return Ok(());
         };
-        if self.device.backend().wait_word(
-            self.memory.fence_words.word(slot as usize),
-            value,
-            CLEAR_TIMEOUT,
-        )? {
+        let word = self.memory.fence_words.word(slot as usize);
+        if word.wait(value, CLEAR_TIMEOUT) {
             return Ok(());
         }
         self.release(slot);

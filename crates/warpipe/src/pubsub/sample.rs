@@ -76,17 +76,15 @@ impl Receipt {
                 let what = format!("the data of sample {sequence} of {name:?}");
                 return Err(Error::timeout(what, wait.limit()));
             }
-            self.wait_word(slice)?;
+            self.wait_word(slice);
         }
         Ok(())
     }
 
-    /// Waits on the CPU until the data may be complete, or never will be. False once `limit` has
-    /// passed.
-    pub(crate) fn wait_word(&self, limit: Duration) -> Result<bool> {
+    /// Waits on the CPU until the data may be complete, or never will be, at most `limit`.
+    pub(crate) fn wait_word(&self, limit: Duration) {
         let word = &self.link.segment.entry(self.position).ready;
-        let backend = self.link.terms.device.backend();
-        backend.wait_word(word, self.position, limit)
+        word.wait(self.position, limit);
     }
 
     pub(crate) fn duplicate(&self) -> Receipt {

@@ -1,14 +1,9 @@
 //! The result of a job.
 
 use std::ops::Deref;
-use std::time::Duration;
 
 use super::wire::user_of_answer;
-use crate::error::Result;
 use crate::pubsub::Sample;
-
-/// How long copying or releasing complete data may take.
-const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A job's result: a tensor in its worker's memory, complete, and lent until it is dropped. It
 /// outlives the worker.
@@ -42,22 +37,5 @@ impl JobResult {
     /// The metadata bytes that the worker sent along.
     pub fn metadata(&self) -> &[u8] {
         user_of_answer(self.sample.metadata())
-    }
-
-    /// Copies all of it to host memory.
-    ///
-    /// # Errors
-    /// Those of [`Sample::to_vec`].
-    pub fn to_vec(&self) -> Result<Vec<u8>> {
-        self.sample.to_vec(COPY_TIMEOUT)
-    }
-
-    /// Releases the result behind the work of its stream, as dropping it does, and reports whether
-    /// the release could be enqueued.
-    ///
-    /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver); [`Error::State`](crate::Error::State).
-    pub fn finish(self) -> Result<()> {
-        self.sample.finish(COPY_TIMEOUT)
     }
 }

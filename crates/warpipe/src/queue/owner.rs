@@ -62,7 +62,7 @@ pub struct QueueState {
 /// lease.complete(output, &stream)?;
 ///
 /// let result = job.wait(&stream, Duration::from_secs(5))?;
-/// assert_eq!((result.to_vec()?, result.attempt), (vec![2, 4, 6], 1));
+/// assert_eq!((result.to_vec(Duration::from_secs(1))?, result.attempt), (vec![2, 4, 6], 1));
 /// # drop((result, worker, queue)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```

@@ -272,7 +272,12 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
         .unwrap()
         .complete(None, &fixture.stream, SOON)
         .unwrap();
-    let results = jobs.map(|job| job.wait(&fixture.stream, SOON).unwrap().to_vec().unwrap());
+    let results = jobs.map(|job| {
+        job.wait(&fixture.stream, SOON)
+            .unwrap()
+            .to_vec(SOON)
+            .unwrap()
+    });
     assert_eq!(results, [b"first".to_vec(), vec![]]);
 }
 
@@ -301,7 +306,7 @@ fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
         for round in 0..100 {
             let job = queue.submit_bytes(&[thread, round], &stream).unwrap();
             assert_eq!(
-                job.wait(&stream, SOON).unwrap().to_vec().unwrap(),
+                job.wait(&stream, SOON).unwrap().to_vec(SOON).unwrap(),
                 [thread, round]
             );
         }
@@ -358,7 +363,7 @@ fn results_that_are_kept_hold_up_no_job() {
         .collect();
     let worker = working.join().unwrap();
     for (number, result) in kept.iter().enumerate() {
-        assert_eq!(result.to_vec().unwrap(), number.to_le_bytes());
+        assert_eq!(result.to_vec(SOON).unwrap(), number.to_le_bytes());
     }
     let in_flight = || answers.publisher.subscribers()[0].in_flight;
     assert_eq!(
@@ -503,9 +508,9 @@ fn results_that_nobody_has_taken_yet_hold_up_no_job() {
     // A result that outlives its worker, and one that is never taken.
     drop(worker);
     let result = queue.next_result(&fixture.stream, SOON).unwrap();
-    assert_eq!((result.job, result.to_vec().unwrap().len()), (1, 0));
+    assert_eq!((result.job, result.to_vec(SOON).unwrap().len()), (1, 0));
     drop(queue);
-    result.finish().unwrap();
+    result.sample.finish(SOON).unwrap();
 }
 
 #[test]

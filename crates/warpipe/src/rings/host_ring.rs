@@ -84,7 +84,8 @@ impl HostRing {
     }
 
     /// The next item of this side that no kernel has claimed.
-    pub fn position(&self) -> u64 {
+    #[cfg(any(test, loom))]
+    pub(crate) fn position(&self) -> u64 {
         self.own(block::CURSOR).load(Relaxed)
     }
 

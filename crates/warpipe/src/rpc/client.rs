@@ -107,7 +107,7 @@ impl ClientOptions {
 /// let mut question = client.loan(&Layout::bytes_only(5)?)?;
 /// question.write(&stream, b"hello")?;
 /// let reply = client.call(question, &stream, Duration::from_secs(5))?;
-/// assert_eq!(reply.to_vec()?, b"HELLO");
+/// assert_eq!(reply.to_vec(second)?, b"HELLO");
 /// # drop((reply, client, serving.join().unwrap()?)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```

@@ -14,7 +14,6 @@ use std::time::Duration;
 
 use crate::atomic::{AtomicU32, AtomicU64};
 use crate::backend::{StreamOp, TimelineWord};
-use crate::device::Device;
 use crate::error::Result;
 use crate::runtime::fence::StreamSet;
 use crate::shm::page::{AtomicsOnly, SharedPage};
@@ -192,9 +191,8 @@ impl SharedCounter {
     }
 
     /// Waits on the CPU, at most `limit`. The caller then queries the [`WaitStatus`].
-    pub(crate) fn wait_host(&self, device: &Device, value: u64, limit: Duration) -> Result<bool> {
-        let word = &self.words().word;
-        device.backend().wait_word(word, value, limit)
+    pub(crate) fn wait_host(&self, value: u64, limit: Duration) -> bool {
+        self.words().word.wait(value, limit)
     }
 
     pub(super) fn word_ptr(&self) -> u64 {

@@ -11,12 +11,11 @@
 
 use std::os::fd::BorrowedFd;
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::SealFlags;
 
 use crate::backend::host;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fork::CloseOnForkFd;
-use crate::os::set_length;
 
 /// The size is final: a file that shrinks would turn loads into `SIGBUS`.
 const SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
@@ -27,14 +26,7 @@ const CLOSED: SealFlags = SIZE.union(SealFlags::FUTURE_WRITE).union(SealFlags::S
 
 /// `memfd_create`, `ftruncate`, and the seals of the size.
 pub(crate) fn memfd(name: &std::ffi::CStr, bytes: u64) -> Result<CloseOnForkFd> {
-    let context = || format!("{bytes} bytes shared with one process");
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(name, flags))
-        .map_err(|e| Error::os("memfd_create", context(), e))?;
-    set_length(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
-    rustix::fs::fcntl_add_seals(&fd, SIZE)
-        .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
-    Ok(fd)
+    host::sealed_memfd(name, bytes, SIZE)
 }
 
 /// Whether `fd` can be mapped: a memfd of exactly `bytes` bytes with a final size.

@@ -401,7 +401,7 @@ mod tests {
             "the second waits for the first"
         );
         drop(go);
-        assert!(counter.wait_host(&device, 2, WAIT).unwrap());
+        assert!(counter.wait_host(2, WAIT));
         // Both: the signaller's own word, which comes last, is unmapped with this frame.
         for stream in [&slow, &quick] {
             stream.synchronize(WAIT).unwrap();
@@ -437,7 +437,7 @@ mod tests {
             .raise(&slower, &streams, |last| Ok(last + 1))
             .unwrap();
         drop(go);
-        assert!(signaller.own().wait_host(&device, 1, WAIT).unwrap());
+        assert!(signaller.own().wait_host(1, WAIT));
         assert!(!signaller.catch_up());
         assert_eq!(
             copies[1].value(),
@@ -457,7 +457,7 @@ mod tests {
         let signaller = signaller(&copies[0]).publishing(published.clone());
         (1..9).for_each(|index| assert!(signaller.add(index as u64 + 1, &copies[index])));
         signaller.raise(&stream, &streams, |_| Ok(4)).unwrap();
-        assert!(signaller.own().wait_host(&device, 4, WAIT).unwrap());
+        assert!(signaller.own().wait_host(4, WAIT));
         assert_eq!(copies.each_ref().map(SharedCounter::value), [4; 9]);
         assert!(signaller.remove(3).unwrap().is_same(&copies[2]));
         signaller.raise_now(WAIT, |_, _| Ok(5)).unwrap();
@@ -505,10 +505,10 @@ mod tests {
             wrapped.hook().unblock();
             assert_eq!(held_up.join().unwrap().unwrap(), 2);
         });
-        assert!(signaller.own().wait_host(&device, 2, WAIT).unwrap() && signaller.catch_up());
+        assert!(signaller.own().wait_host(2, WAIT) && signaller.catch_up());
         assert_eq!((late.value(), Arc::strong_count(copies[1].page())), (2, 1));
         assert_eq!(signaller.raise(&other, &streams, next).unwrap(), 3);
-        assert!(signaller.own().wait_host(&device, 3, WAIT).unwrap());
+        assert!(signaller.own().wait_host(3, WAIT));
         assert_eq!(
             (copies[0].value(), copies[1].value(), late.value()),
             (3, 2, 3)
@@ -539,7 +539,7 @@ mod tests {
         );
         assert!(signaller.add(2, &late), "nothing is to come");
         signaller.raise(&stream, &streams, next).unwrap();
-        assert!(signaller.own().wait_host(&device, 1, WAIT).unwrap());
+        assert!(signaller.own().wait_host(1, WAIT));
         assert_eq!((copy.value(), late.value(), signaller.last()), (1, 1, 1));
     }
 
@@ -568,7 +568,7 @@ mod tests {
                 "the work before it is not done"
             );
             drop(go);
-            assert!(signaller.own().wait_host(&device, 2, WAIT).unwrap());
+            assert!(signaller.own().wait_host(2, WAIT));
             assert_eq!(copies.each_ref().map(SharedCounter::value), [2; 9]);
             assert_eq!(published.value(), 2);
         }

@@ -272,7 +272,7 @@ impl Timeline {
                 let what = format!("value {value} of timeline {:?}", self.name);
                 return Err(Error::timeout(what, wait.limit()));
             }
-            self.lane.wait_host(&self.device, value, slice)?;
+            self.lane.wait_host(value, slice);
         }
         Ok(())
     }

@@ -177,7 +177,7 @@ pub(super) fn begin_to_hash(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<Pend
     };
     let mut places = Vec::with_capacity(tensors.len());
     for &(memory, begin, bytes) in tensors {
-        check_range(memory.name(), begin, bytes, memory.bytes())?;
+        check_range(&memory.name, begin, bytes, memory.bytes())?;
         let (address, copy) = (memory.ptr() + begin, 0);
         if !address.is_multiple_of(HASH_BYTES) {
             let allowed = format!("at a multiple of {HASH_BYTES} bytes");

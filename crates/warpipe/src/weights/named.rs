@@ -76,24 +76,19 @@ impl NamedVersion {
 }
 
 impl NamedWeights {
-    /// All weights of a domain of this user, sorted by name. Processes are asked at the same time:
-    /// stopped ones delay it by 5 s, and many of them by 10 s at most.
+    /// All weights of a domain of this user, sorted by name, or those of one name alone. Processes
+    /// are asked at the same time: stopped ones delay it by 5 s, and many of them by 10 s at most.
     ///
     /// # Errors
-    /// [`Error::Os`] when the domain's directory cannot be read.
-    pub fn list(domain: &Domain) -> Result<Vec<NamedWeights>> {
-        Ok(Survey::of(domain, Candidate::all(domain)?))
-    }
-
-    /// The weights of this name; `None` when no process has any.
-    ///
-    /// # Errors
-    /// [`Error::Name`]; as [`list`](Self::list).
-    pub fn find(domain: &Domain, name: &str) -> Result<Option<NamedWeights>> {
-        let name = weights_name(name)?;
+    /// [`Error::Name`]; [`Error::Os`] when the domain's directory cannot be read.
+    pub fn list<'n>(
+        domain: &Domain,
+        name: impl Into<Option<&'n str>>,
+    ) -> Result<Vec<NamedWeights>> {
+        let name = name.into().map(weights_name).transpose()?;
         let mut candidates = Candidate::all(domain)?;
-        candidates.retain(|found| found.name == name);
-        Ok(Survey::of(domain, candidates).pop())
+        candidates.retain(|found| name.as_ref().is_none_or(|name| found.name == *name));
+        Ok(Survey::of(domain, candidates))
     }
 }
 

@@ -561,7 +561,7 @@ fn a_check_that_the_device_fails_is_no_verdict() {
 #[test]
 fn weights_are_listed_with_their_keeper_or_without_one() {
     let stage = Stage::new();
-    let list = || NamedWeights::list(&stage.domain).unwrap();
+    let list = || NamedWeights::list(&stage.domain, None).unwrap();
     assert_eq!(list(), []);
     let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
     let _other = memory.publish("memory", stage.domain.options()).unwrap();
@@ -597,11 +597,11 @@ fn weights_are_listed_with_their_keeper_or_without_one() {
     assert_eq!((version.number, version.is_offered), (2, false));
 
     let _keeper = stage.keeper();
-    let candidate = NamedWeights::find(&stage.domain, "w").unwrap().unwrap();
+    let candidate = NamedWeights::list(&stage.domain, "w").unwrap().remove(0);
     let version = candidate.version.unwrap();
     assert_eq!((version.number, version.is_offered), (2, false));
     assert!(candidate.keeper.is_some());
-    assert_eq!(NamedWeights::find(&stage.domain, "memory").unwrap(), None);
+    assert_eq!(NamedWeights::list(&stage.domain, "memory").unwrap(), []);
 }
 
 #[test]

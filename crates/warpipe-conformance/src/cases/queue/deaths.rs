@@ -259,7 +259,7 @@ pub(super) fn storm(context: &Context) -> Result<()> {
         workers.push(spawn(&mut rng)?);
         while let Ok(result) = queue.next_result(&stream, Duration::ZERO) {
             ensure!(
-                result.to_vec()? == result_of(WORDS, result.job - 1),
+                result.to_vec(PATIENCE)? == result_of(WORDS, result.job - 1),
                 "the result of job {}",
                 result.job
             );
@@ -269,7 +269,7 @@ pub(super) fn storm(context: &Context) -> Result<()> {
     while seen.len() < submitted as usize {
         let result = queue.next_result(&stream, PATIENCE)?;
         ensure!(
-            result.to_vec()? == result_of(WORDS, result.job - 1),
+            result.to_vec(PATIENCE)? == result_of(WORDS, result.job - 1),
             "the result of job {}",
             result.job
         );

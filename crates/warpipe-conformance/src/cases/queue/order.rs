@@ -49,7 +49,7 @@ fn late_fill(
     let output = work(&lease, Duration::ZERO)?;
     lease.complete(output, &back)?;
     let result = job.wait(&out, PATIENCE)?;
-    let is_right = result.to_vec()? == result_of(WORDS, 3);
+    let is_right = result.to_vec(PATIENCE)? == result_of(WORDS, 3);
     drop((result, worker, queue));
     out.synchronize(PATIENCE)?;
     back.synchronize(PATIENCE)?;
@@ -127,7 +127,7 @@ pub(super) fn result_is_ordered(context: &Context) -> Result<()> {
     lease.complete(output, &back)?;
     let result = job.wait(&out, PATIENCE)?;
     ensure!(
-        result.to_vec()? != result_of(WORDS, 3),
+        result.to_vec(PATIENCE)? != result_of(WORDS, 3),
         "without its wait the worker is early, and this case sees it"
     );
     drop((result, worker, queue));

@@ -70,11 +70,6 @@ impl CudaBackend {
     /// [`Error::Device`], [`Error::Driver`], and [`Error::State`] in a
     /// child of a process that used CUDA.
     pub fn open(ordinal: u32) -> Result<Arc<dyn Backend>> {
-        Ok(Self::opened(ordinal)?)
-    }
-
-    /// [`open`](Self::open), with the concrete type.
-    pub(super) fn opened(ordinal: u32) -> Result<Arc<CudaBackend>> {
         // Before the lock, so that no thread parks while it holds the lock.
         let _guard = shutdown_gate::enter();
         let driver = driver()?;

@@ -106,19 +106,6 @@ impl Driver {
     }
 
     /// # Safety
-    /// The stream is live; the word is device-accessible until the operation is done.
-    #[inline]
-    pub unsafe fn stream_write_value(
-        &self,
-        stream: CUstream,
-        word: CUdeviceptr,
-        value: u64,
-    ) -> DriverAnswer {
-        // SAFETY: the caller's promise.
-        unsafe { self.cuStreamWriteValue64_v2(stream, word, value, STREAM_WRITE_VALUE_DEFAULT) }
-    }
-
-    /// # Safety
     /// The event is live.
     pub unsafe fn event_query(&self, event: CUevent) -> DriverAnswer<bool> {
         // SAFETY: the caller's promise.

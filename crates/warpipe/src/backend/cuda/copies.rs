@@ -23,7 +23,10 @@ use super::backend::memory::size;
 use super::shutdown_gate;
 use super::staging::{LARGEST, Piece, Purpose, StagingLease, UPLOADS_MAX};
 use super::sys::Fault;
-use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, EVENT_DISABLE_TIMING, MEMORYTYPE_UNIFIED};
+use super::sys::{
+    CUDA_MEMCPY3D, CUdeviceptr, CUstream, EVENT_DISABLE_TIMING, MEMORYTYPE_UNIFIED,
+    STREAM_WRITE_VALUE_DEFAULT,
+};
 use crate::backend::{Copies, DevicePtr, HostCopy, RawStream, Rows};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result, StateFault};
@@ -440,10 +443,11 @@ impl CudaBackend {
         stream: CUstream,
         lease: &StagingLease,
     ) -> std::result::Result<(), Fault> {
+        let (word, value) = (lease.word_ptr, lease.value);
         // SAFETY: the word is never unmapped; the rest is the caller's promise.
         unsafe {
             self.driver
-                .stream_write_value(stream, lease.word_ptr, lease.value)
+                .cuStreamWriteValue64_v2(stream, word, value, STREAM_WRITE_VALUE_DEFAULT)
         }
     }
 

@@ -28,4 +28,3 @@ mod waits;
 
 pub use backend::CudaBackend;
 pub use device::{device_count, device_uuid};
-pub use stream::{SignalBy, signal_by};

@@ -6,7 +6,6 @@ use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
 use super::backend::broadcast::WORDS_MAX;
@@ -14,9 +13,8 @@ use super::backend::legacy::EVENTS;
 use super::sys::Fault;
 use super::sys::*;
 use super::{shutdown_gate, waits};
-use crate::backend::{RawEvent, RawStream, StreamOp, Streams, TimelineWord};
-use crate::backoff::Backoff;
-use crate::error::{Error, Result};
+use crate::backend::{RawEvent, RawStream, StreamOp, Streams};
+use crate::error::Result;
 
 /// The most operations that the driver accepts in one call.
 const BATCH_MAX: usize = 256;
@@ -33,47 +31,6 @@ thread_local! {
 }
 
 type HostFunction = Box<dyn FnOnce() + Send>;
-
-/// The two ways to signal many words; `batch` chooses by their number. See [`signal_by`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SignalBy {
-    /// Memory operations, one after another (`cuStreamBatchMemOp`).
-    Batch,
-    /// One small kernel with threads that store in parallel (`cuLaunchKernel`).
-    Kernel,
-}
-
-/// Signals words in the given way, so that the two ways can be compared: `BROADCAST_ABOVE` is the
-/// point where they are equal. Opens the device with this ordinal if it is not open yet.
-///
-/// # Errors
-/// [`Error::Argument`] for a wait, or more than 64 signals; as for [`CudaBackend::open`];
-/// [`Error::Driver`].
-///
-/// # Safety
-/// As for [`Streams::batch`]; the stream is of that device.
-pub unsafe fn signal_by(
-    ordinal: u32,
-    stream: RawStream,
-    ops: &[StreamOp],
-    by: SignalBy,
-) -> Result<()> {
-    if leading_signals(ops) != ops.len() || ops.len() > WORDS_MAX {
-        return Err(Error::argument(
-            "operations",
-            ops.len(),
-            format!("at most {WORDS_MAX}, all of them signals"),
-        ));
-    }
-    let backend = CudaBackend::opened(ordinal)?;
-    let _current = backend.enter_to_enqueue()?;
-    match by {
-        // SAFETY: the caller's promise; at most BATCH_MAX.
-        SignalBy::Batch => unsafe { backend.enqueue_batch(stream.0, ops) },
-        // SAFETY: the caller's promise; these are signals.
-        SignalBy::Kernel => Ok(unsafe { backend.signal_at_once(stream.0, ops) }?),
-    }
-}
 
 impl Streams for CudaBackend {
     fn create_stream(&self) -> Result<RawStream> {
@@ -175,18 +132,6 @@ impl Streams for CudaBackend {
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.event_query(event.0) }?)
     }
-
-    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
-        let start = Instant::now();
-        let mut backoff = Backoff::default();
-        while !word.reached(value) {
-            if start.elapsed() >= timeout {
-                return Ok(false);
-            }
-            backoff.pause();
-        }
-        Ok(true)
-    }
 }
 
 impl CudaBackend {
@@ -223,8 +168,12 @@ impl CudaBackend {
     unsafe fn enqueue_batch(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
         match *ops {
             [StreamOp::Signal { word, value }] => {
+                let flags = STREAM_WRITE_VALUE_DEFAULT;
                 // SAFETY: the caller's promise on stream and word.
-                unsafe { self.driver.stream_write_value(stream, word, value) }?
+                unsafe {
+                    self.driver
+                        .cuStreamWriteValue64_v2(stream, word, value, flags)
+                }?
             }
             [StreamOp::Wait { word, value }] => {
                 let compare = STREAM_WAIT_VALUE_GEQ;

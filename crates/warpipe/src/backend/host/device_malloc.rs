@@ -10,18 +10,17 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{MemfdFlags, Mode, OFlags};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::ProtFlags;
 
-use super::memory::{SEALS, check_sealed_memfd, map};
+use super::memory::{SEALS, check_sealed_memfd, map, sealed_memfd};
 use crate::backend::pointer::{IpcEventCount, kind_outside, mapping_at};
 use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerInfo, PointerKind};
 use crate::error::{Error, HandleFault, Result};
 use crate::fork::per_process::InheritedOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::origin::{Liveness, ProcessOrigin};
-use crate::os::set_length;
 
 const MEMORY: [u8; 8] = *b"WPHOSTM1";
 const EVENT: [u8; 8] = *b"WPHOSTE1";
@@ -72,14 +71,8 @@ impl File {
 
 impl DeviceMalloc {
     pub(super) fn allocate(&self, bytes: u64) -> Result<DevicePtr> {
-        let context = || format!("memory of {bytes} bytes");
         let length = page_multiple(bytes)?;
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(NAME, flags))
-            .map_err(|e| Error::os("memfd_create", context(), e))?;
-        set_length(&fd, length).map_err(|e| Error::os("ftruncate", context(), e))?;
-        rustix::fs::fcntl_add_seals(&fd, SEALS)
-            .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+        let fd = sealed_memfd(NAME, length, SEALS)?;
         let base = map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
         let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
         let allocation = Allocation {
@@ -145,44 +138,25 @@ impl DeviceMalloc {
     }
 
     pub(super) fn export(&self, base: DevicePtr) -> Result<IpcBytes> {
-        let here = ProcessOrigin::here()?;
         let allocated = self.allocated.lock();
         let unknown = || Error::not_exportable(base, PointerKind::Unknown);
         let allocation = allocated.get(&base).ok_or_else(unknown)?;
         allocation.owner_process.check()?;
         let fd = allocation.fd.as_fd();
         let stat = rustix::fs::fstat(fd).map_err(|e| Error::os("fstat", "plain memory", e))?;
-        let file = File::of(&stat);
-        let fields = [
-            here.host,
-            here.namespace,
-            here.started,
-            here.pid as u32 as u64 | (fd.as_raw_fd() as u64) << 32,
-            file.device,
-            file.inode,
-        ];
-        Ok(write(MEMORY, &fields))
+        write(MEMORY, fd.as_raw_fd() as u32, [stat.st_dev, stat.st_ino])
     }
 
     /// Maps the memory, or counts one more opening of it. Returns the base, and whether it was
     /// mapped just now.
     pub(super) fn open(&self, handle: &IpcBytes, bytes: u64) -> Result<(DevicePtr, bool)> {
-        let [host, namespace, started, place, device, inode] =
+        let (origin, number, [device, inode]) =
             read(MEMORY, handle).ok_or_else(|| refused("it is no handle of host memory"))?;
-        let (pid, number) = (place as u32 as i32, (place >> 32) as u32);
-        let (origin, here) = (
-            ProcessOrigin {
-                host,
-                namespace,
-                started,
-                pid,
-            },
-            ProcessOrigin::here()?,
-        );
+        let here = ProcessOrigin::here()?;
         if origin == here {
             return Err(refused("it names memory of this process"));
         }
-        if (host, namespace) != (here.host, here.namespace) {
+        if (origin.host, origin.namespace) != (here.host, here.namespace) {
             return Err(refused(
                 "its process is not of this machine's PID namespace",
             ));
@@ -190,7 +164,7 @@ impl DeviceMalloc {
         if origin.life(&here) == Liveness::Gone {
             return Err(refused("its process is gone"));
         }
-        let fd = open_file(pid, number, File { device, inode })?;
+        let fd = open_file(origin.pid, number, File { device, inode })?;
         // A process that began after the check above would have another file there.
         let length = page_multiple(bytes)?;
         check_sealed_memfd(fd.as_fd(), length).map_err(|found| refused(&found))?;
@@ -246,30 +220,13 @@ impl DeviceMalloc {
 
 /// The handle of an interprocess event.
 pub(super) fn export_event(event: u64) -> Result<IpcBytes> {
-    let here = ProcessOrigin::here()?;
-    Ok(write(
-        EVENT,
-        &[
-            here.host,
-            here.namespace,
-            here.started,
-            here.pid as u32 as u64,
-            event,
-            0,
-        ],
-    ))
+    write(EVENT, 0, [event, 0])
 }
 
 /// Checks that the bytes name an event of a living process.
 pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
-    let [host, namespace, started, pid, ..] =
+    let (origin, ..) =
         read(EVENT, handle).ok_or_else(|| refused("it is no handle of a host event"))?;
-    let origin = ProcessOrigin {
-        host,
-        namespace,
-        started,
-        pid: pid as u32 as i32,
-    };
     match origin.life(&ProcessOrigin::here()?) {
         Liveness::Gone => Err(refused("its process is gone")),
         _ => Ok(()),
@@ -314,19 +271,38 @@ fn page_multiple(bytes: u64) -> Result<u64> {
         .ok_or_else(wrong)
 }
 
-fn write(magic: [u8; 8], fields: &[u64; 6]) -> IpcBytes {
+/// A handle: what it is of, this process, a number and two more.
+fn write(magic: [u8; 8], number: u32, [first, second]: [u64; 2]) -> Result<IpcBytes> {
+    let here = ProcessOrigin::here()?;
+    let place = u64::from(here.pid as u32) | u64::from(number) << 32;
+    let fields = [
+        here.host,
+        here.namespace,
+        here.started,
+        place,
+        first,
+        second,
+    ];
     let mut bytes = [0; 64];
     bytes[..8].copy_from_slice(&magic);
-    for (place, field) in bytes[8..56].chunks_exact_mut(8).zip(fields) {
-        place.copy_from_slice(&field.to_le_bytes());
-    }
-    bytes
+    bytes[8..56].copy_from_slice(fields.map(u64::to_le_bytes).as_flattened());
+    Ok(bytes)
 }
 
-fn read(magic: [u8; 8], bytes: &IpcBytes) -> Option<[u64; 6]> {
-    let mut fields = [0; 6];
-    for (field, place) in fields.iter_mut().zip(bytes[8..56].chunks_exact(8)) {
-        *field = u64::from_le_bytes(place.try_into().ok()?);
-    }
-    (bytes[..8] == magic && bytes[56..] == [0; 8]).then_some(fields)
+/// What [`write`] wrote.
+fn read(magic: [u8; 8], bytes: &IpcBytes) -> Option<(ProcessOrigin, u32, [u64; 2])> {
+    let (fields, _) = bytes[8..56].as_chunks();
+    let [host, namespace, started, place, first, second] =
+        *<&[[u8; 8]; 6]>::try_from(fields).ok()?;
+    let [host, namespace, started, place, first, second] =
+        [host, namespace, started, place, first, second].map(u64::from_le_bytes);
+    let pid = place as u32 as i32;
+    let origin = ProcessOrigin {
+        host,
+        namespace,
+        started,
+        pid,
+    };
+    let is_one = bytes[..8] == magic && bytes[56..] == [0; 8];
+    is_one.then_some((origin, (place >> 32) as u32, [first, second]))
 }

@@ -1,12 +1,14 @@
 //! Sealed memfds as device memory. **This module is marked for unsafe**: it maps and unmaps.
 
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::ffi::CStr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::backend::{Access, RawRegion};
 use crate::error::{DeviceFault, Error, Result};
+use crate::fork::CloseOnForkFd;
 use crate::os::{above_standard, set_length};
 
 /// The handle of an imported region: it keeps no descriptor, since the mapping holds the memory.
@@ -18,6 +20,8 @@ pub(super) const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
+const MEMFD: MemfdFlags = MemfdFlags::CLOEXEC.union(MemfdFlags::ALLOW_SEALING);
+
 /// `f_type` of the file system of memfds. A fault in one of its pages allocates ordinary memory. A
 /// fault in hugetlbfs takes a page of a pool that may be empty, and then it is SIGBUS.
 const TMPFS_MAGIC: rustix::fs::FsWord = libc::TMPFS_MAGIC as rustix::fs::FsWord;
@@ -28,16 +32,8 @@ pub(super) fn is_import(region: &RawRegion) -> bool {
 
 /// `memfd_create` + `ftruncate` + seals + `mmap`.
 pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
-    let context = || format!("a region of {bytes} bytes");
-    let fd = rustix::fs::memfd_create(
-        c"warpipe-region",
-        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-    )
-    .and_then(above_standard)
-    .map_err(|e| Error::os("memfd_create", context(), e))?;
-    set_length(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
-    rustix::fs::fcntl_add_seals(&fd, SEALS)
-        .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+    let made = rustix::fs::memfd_create(c"warpipe-region", MEMFD).and_then(above_standard);
+    let fd = sealed(made, bytes, SEALS)?;
     let ptr = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE)?;
     Ok(RawRegion {
         ptr,
@@ -46,6 +42,20 @@ pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
         piece: bytes,
         mapped: bytes,
     })
+}
+
+/// `memfd_create`, `ftruncate`, and the seals: memory that no forked child keeps.
+pub(crate) fn sealed_memfd(name: &CStr, bytes: u64, seals: SealFlags) -> Result<CloseOnForkFd> {
+    let made = CloseOnForkFd::open(|| rustix::fs::memfd_create(name, MEMFD));
+    sealed(made, bytes, seals)
+}
+
+fn sealed<F: AsFd>(made: rustix::io::Result<F>, bytes: u64, seals: SealFlags) -> Result<F> {
+    let failed = |call| move |e| Error::os(call, format!("memory of {bytes} bytes"), e);
+    let fd = made.map_err(failed("memfd_create"))?;
+    set_length(&fd, bytes).map_err(failed("ftruncate"))?;
+    rustix::fs::fcntl_add_seals(&fd, seals).map_err(failed("fcntl(F_ADD_SEALS)"))?;
+    Ok(fd)
 }
 
 /// A close-on-exec duplicate of the region's descriptor.
@@ -215,7 +225,7 @@ pub(super) unsafe fn release(region: RawRegion) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn map(fd: &impl std::os::fd::AsFd, bytes: u64, protection: ProtFlags) -> Result<u64> {
+pub(super) fn map(fd: &impl AsFd, bytes: u64, protection: ProtFlags) -> Result<u64> {
     let context = || {
         format!(
             "a region of {bytes} bytes (descriptor {})",

@@ -5,7 +5,7 @@
 //! too. Kernels run as their CPU implementations.
 
 mod memory;
-pub(crate) use memory::{check_memfd, check_sealed_memfd};
+pub(crate) use memory::{check_memfd, check_sealed_memfd, sealed_memfd};
 mod device_malloc;
 mod regions;
 mod stream;
@@ -14,14 +14,13 @@ use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use self::device_malloc::DeviceMalloc;
 use self::regions::Regions;
 use self::stream::{HostEvent, HostStream, Op};
 use super::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo,
-    PointerKind, RawEvent, RawRegion, RawStream, Retained, Rows, StreamOp, Streams, TimelineWord,
+    PointerKind, RawEvent, RawRegion, RawStream, Retained, Rows, StreamOp, Streams,
 };
 use crate::error::{Error, HandleFault, LimitFault, Result};
 use crate::fork::per_process::InheritedOnFork;
@@ -308,24 +307,6 @@ impl Streams for HostBackend {
         // SAFETY: the caller promises a live handle.
         let event = unsafe { event(raw) };
         Ok(event.is_done(event.last_turn()))
-    }
-
-    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
-        let start = Instant::now();
-        let mut spins = 0u32;
-        while !word.reached(value) {
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return Ok(false);
-            }
-            spins += 1;
-            if spins < 1_000 {
-                std::hint::spin_loop();
-            } else {
-                word.park(value, left.min(Duration::from_millis(100)));
-            }
-        }
-        Ok(true)
     }
 }
 

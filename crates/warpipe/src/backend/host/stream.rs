@@ -267,7 +267,7 @@ impl HostStream {
 /// # Safety
 /// `address` is that of a live [`TimelineWord`] in registered memory.
 #[inline]
-unsafe fn word<'a>(address: DevicePtr) -> &'a TimelineWord {
+unsafe fn word_at<'a>(address: DevicePtr) -> &'a TimelineWord {
     // SAFETY: the caller's promise; the word is made of atomics, so sharing it with other processes
     // is sound.
     unsafe { &*(address as *const TimelineWord) }
@@ -276,32 +276,24 @@ unsafe fn word<'a>(address: DevicePtr) -> &'a TimelineWord {
 /// Runs `op` if that needs no waiting; false if it must be queued.
 ///
 /// # Safety
-/// As for [`word`].
+/// As for [`word_at`].
 #[inline]
 unsafe fn try_now(op: StreamOp) -> bool {
     match op {
-        StreamOp::Signal {
-            word: address,
-            value,
-        } => {
+        StreamOp::Signal { word, value } => {
             // SAFETY: the caller's promise.
-            unsafe { word(address) }.store(value);
+            unsafe { word_at(word) }.store(value);
             true
         }
-        StreamOp::Wait {
-            word: address,
-            value,
-        } => {
-            // SAFETY: the caller's promise.
-            unsafe { word(address) }.reached(value)
-        }
+        // SAFETY: as above.
+        StreamOp::Wait { word, value } => unsafe { word_at(word) }.reached(value),
     }
 }
 
 /// [`try_now`], with repeated checks of a word that is about to be stored.
 ///
 /// # Safety
-/// As for [`word`].
+/// As for [`word_at`].
 #[inline]
 unsafe fn try_now_or_soon(op: StreamOp) -> bool {
     for _ in 0..LOOKS {
@@ -328,13 +320,9 @@ unsafe fn execute(op: Op) {
         Op::Memory(op) => {
             // SAFETY: the caller's promise for the word.
             while !unsafe { try_now(op) } {
-                if let StreamOp::Wait {
-                    word: address,
-                    value,
-                } = op
-                {
+                if let StreamOp::Wait { word, value } = op {
                     // SAFETY: as above.
-                    unsafe { word(address) }.park(value, PARK_MAX);
+                    unsafe { word_at(word) }.park(value, PARK_MAX);
                 }
             }
         }

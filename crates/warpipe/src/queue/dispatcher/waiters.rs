@@ -284,7 +284,7 @@ impl Dispatcher {
         {
             poll_backoff.words -= 1;
             // The next look asks again, whatever the result.
-            let _ = guard.unlocked(|| receipt.wait_word(WORD_WAIT.min(left)));
+            guard.unlocked(|| receipt.wait_word(WORD_WAIT.min(left)));
             return;
         }
         let PollBackoff { backoff, polls, .. } = poll_backoff;

@@ -355,7 +355,7 @@ impl Event {
                 return Err(Error::timeout(what, wait.limit()));
             }
             let lane = self.inner.lane(recording.lane);
-            lane.wait_host(&self.inner.device, recording.count, slice)?;
+            lane.wait_host(recording.count, slice);
         }
         Ok(())
     }

@@ -200,7 +200,7 @@ impl LocalSemaphore {
         let word = self.shared_page.word(permit);
         loop {
             let slice = wait.slice();
-            if word.reached(value) || self.device.backend().wait_word(word, value, slice)? {
+            if word.wait(value, slice) {
                 return Ok(());
             }
             if slice.is_zero() {

@@ -35,8 +35,8 @@ impl Stage {
     }
 
     fn named(&self) -> NamedVersion {
-        let found = NamedWeights::find(&self.domain, "w").unwrap();
-        found.unwrap().version.unwrap()
+        let found = NamedWeights::list(&self.domain, "w").unwrap();
+        found[0].version.clone().unwrap()
     }
 }
 

@@ -151,7 +151,7 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
         assert!(
             shared
                 .parts()
-                .all(|(_, part)| part.access() == crate::backend::Access::Read)
+                .all(|(_, part)| part.access == crate::backend::Access::Read)
         );
     }
     assert_eq!(

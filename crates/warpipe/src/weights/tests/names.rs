@@ -21,7 +21,7 @@ fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_n
         .unwrap();
     let shared = SharedWeights::open(&name, stage.options(), WAIT).unwrap();
     assert_eq!(byte_of(&shared), 7);
-    let listed = NamedWeights::list(&stage.domain).unwrap();
+    let listed = NamedWeights::list(&stage.domain, None).unwrap();
     let found: Vec<_> = listed.iter().map(|it| it.name.as_str()).collect();
     assert_eq!(found, [name.as_str()]);
     assert!(

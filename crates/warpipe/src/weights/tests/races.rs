@@ -266,7 +266,7 @@ fn holders_without_a_keeper_are_asked_at_the_same_time_and_one_that_answers_is_l
     // As stopped processes: the system takes their connections, and they answer nothing.
     let silent: Vec<_> = (2..14).map(claim).collect();
     let listed = std::thread::scope(|scope| {
-        let listed = scope.spawn(|| NamedWeights::find(&stage.domain, "w"));
+        let listed = scope.spawn(|| NamedWeights::list(&stage.domain, "w"));
         let accept = |claim: &NameClaim| {
             let listener = claim.listener();
             let mut fds = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
@@ -282,7 +282,7 @@ fn holders_without_a_keeper_are_asked_at_the_same_time_and_one_that_answers_is_l
             !is_over,
             "the first one was given up before the last was asked"
         );
-        listed.join().unwrap().unwrap().unwrap()
+        listed.join().unwrap().unwrap().remove(0)
     });
     assert_eq!(listed.version.map(|version| version.number), Some(1));
     assert_eq!((listed.keeper, listed.holders), (None, 1));
