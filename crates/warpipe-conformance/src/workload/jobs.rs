@@ -10,6 +10,7 @@ use warpipe::{
 };
 
 use super::{Site, Workload};
+use crate::PATIENCE;
 use crate::payload::{fill_input, input_layout, result_of, work};
 use warpipe::OptionalExtension;
 

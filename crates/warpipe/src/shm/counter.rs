@@ -203,6 +203,7 @@ impl SharedCounter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Device;
 
     fn counter() -> SharedCounter {
         SharedCounter::new(
