@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::backend::CudaBackend;
 use super::shutdown_gate;
-use super::staging::{Purpose, StagingLease};
+use super::staging::{Piece, Purpose, StagingLease};
 use super::sys::{CUdeviceptr, CUstream};
 use crate::backend::{Copies, HostCopy, HostPiece, RawStream, copy_at_once};
 use crate::error::{Error, Result, StateFault};
@@ -13,10 +13,9 @@ use crate::slow_path::{self, SlowPath};
 
 /// Page-locked memory that a stream copies to.
 struct StagedCopy {
-    backend: Arc<CudaBackend>,
     stream: CUstream,
-    /// Taken when it has been waited for.
-    lease: Option<StagingLease>,
+    /// Taken when it is waited for.
+    to: Option<Arrived>,
     bytes: usize,
 }
 
@@ -24,7 +23,7 @@ struct StagedCopy {
 // when the device has written them; a stream may be used from any thread.
 unsafe impl Send for StagedCopy {}
 
-/// Page-locked memory that the device has written.
+/// Page-locked memory that the device has written, or none.
 struct Arrived {
     backend: Arc<CudaBackend>,
     lease: Option<StagingLease>,
@@ -85,10 +84,10 @@ impl CudaBackend {
             self.staging.leave(lease);
             return outcome.map(|()| -> Box<dyn HostCopy> { Box::new(Vec::new()) });
         }
+        let lease = Some(lease);
         Ok(Box::new(StagedCopy {
-            backend,
             stream,
-            lease: Some(lease),
+            to: Some(Arrived { backend, lease }),
             bytes,
         }))
     }
@@ -122,59 +121,63 @@ impl CudaBackend {
 }
 
 impl StagedCopy {
-    /// Waits for the copy and takes its memory.
-    fn finish(&mut self) -> Result<Option<StagingLease>> {
-        let Some(lease) = self.lease.take() else {
+    /// Waits for the copy and takes its memory: what is not proven to be written stays the
+    /// stream's.
+    fn finish(&mut self) -> Result<Option<Arrived>> {
+        let Some(mut to) = self.to.take() else {
             return Ok(None);
         };
         if shutdown_gate::forked() {
             // The memory is the parent's, and another thread of the parent may have held its lock.
             return Err(Error::State(StateFault::Forked));
         }
-        let waited = self.backend.enter().and_then(|_current| {
-            let waited = self.backend.wait_for_lease(self.stream, &lease);
+        let waited = to.backend.enter().and_then(|_current| {
+            let waited = to
+                .lease
+                .iter()
+                .try_for_each(|lease| to.backend.wait_for_lease(self.stream, lease));
             // SAFETY: the stream is live until the copy has been waited for.
-            unsafe { self.backend.settled(self.stream, waited) }
+            unsafe { to.backend.settled(self.stream, waited) }
         });
-        match waited {
-            Ok(()) => Ok(Some(lease)),
-            Err(error) => {
-                self.backend.staging.leave(lease);
-                Err(error)
-            }
+        if waited.is_err()
+            && let Some(lease) = to.lease.take()
+        {
+            to.backend.staging.leave(lease);
         }
+        waited.map(|()| Some(to))
     }
 }
 
 impl HostCopy for StagedCopy {
     fn wait(mut self: Box<Self>) -> Result<Vec<HostPiece>> {
-        let lease = self.finish()?;
-        let pieces = lease.iter().flat_map(|lease| &lease.pieces);
-        let places: Vec<*const u8> = pieces.map(|piece| piece.place.cast_const()).collect();
-        let piece_bytes = lease.as_ref().map_or(0, |lease| lease.piece_bytes);
-        let (backend, mut left) = (self.backend.clone(), self.bytes);
-        let of = Arc::new(Arrived { backend, lease });
-        let piece = |place| {
-            let bytes = left.min(piece_bytes);
+        let Some(arrived) = self.finish()? else {
+            return Ok(Vec::new());
+        };
+        let (of, mut left) = (Arc::new(arrived), self.bytes);
+        let pieces = of.lease.iter().flat_map(|lease| {
+            let place = |piece: &Piece| (piece.place.cast_const(), lease.piece_bytes);
+            lease.pieces.iter().map(place)
+        });
+        let piece = |(place, most): (*const u8, usize)| {
+            let bytes = left.min(most);
             left -= bytes;
             let of = of.clone();
             HostPiece::new(ArrivedPiece { of, place, bytes })
         };
-        Ok(places.into_iter().map(piece).collect())
+        Ok(pieces.map(piece).collect())
     }
 }
 
 impl Drop for StagedCopy {
     fn drop(&mut self) {
-        if let Ok(Some(lease)) = self.finish() {
-            self.backend.staging.give_back(lease);
-        }
+        // Its memory is given back by the drop.
+        let _ = self.finish();
     }
 }
 
 impl Drop for Arrived {
     fn drop(&mut self) {
-        // As above: in a child it is the parent's.
+        // In a forked child it is the parent's.
         if let Some(lease) = self.lease.take()
             && !shutdown_gate::forked()
         {

@@ -52,6 +52,9 @@ pub(super) enum Purpose {
     Kept,
 }
 
+/// The most bytes lent at once for each [`Purpose`].
+const LENT_MAX: [usize; 3] = [UPLOADS_MAX, usize::MAX, KEPT_MAX];
+
 /// One piece of a region.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Piece {
@@ -108,10 +111,8 @@ struct StagingState {
     coming: usize,
     /// Leases of streams that may not be past them yet.
     left: Vec<StagingLease>,
-    /// Bytes lent for uploads.
-    uploading: usize,
-    /// Bytes lent for kept copies.
-    kept: usize,
+    /// Bytes lent for each [`Purpose`].
+    lent: [usize; 3],
     last_value: u64,
 }
 
@@ -210,16 +211,14 @@ impl StagingState {
     }
 
     fn take_back(&mut self, lease: StagingLease) {
-        let bytes = lease.pieces.len() * lease.piece_bytes;
-        match lease.purpose {
-            Purpose::Upload => self.uploading -= bytes,
-            Purpose::Kept => self.kept -= bytes,
-            Purpose::Download => {}
+        self.lent[lease.purpose as usize] -= lease.pieces.len() * lease.piece_bytes;
+        self.free(&lease.pieces);
+    }
+
+    fn free(&mut self, pieces: &[Piece]) {
+        for piece in pieces {
+            self.regions[piece.region].free.push(piece.index);
         }
-        lease
-            .pieces
-            .iter()
-            .for_each(|piece| self.regions[piece.region].free.push(piece.index));
     }
 
     fn find(&mut self, class: usize) -> Option<Piece> {
@@ -253,11 +252,8 @@ impl StagingState {
         if self.left.first().is_some_and(StagingLease::is_past) {
             self.collect();
         }
-        let is_too_much = |state: &StagingState| match purpose {
-            Purpose::Upload => state.uploading + total > UPLOADS_MAX,
-            Purpose::Kept => state.kept + total > KEPT_MAX,
-            Purpose::Download => false,
-        };
+        let most = LENT_MAX[purpose as usize].saturating_sub(total);
+        let is_too_much = |state: &StagingState| state.lent[purpose as usize] > most;
         if is_too_much(self) {
             self.collect();
             if is_too_much(self) {
@@ -267,9 +263,7 @@ impl StagingState {
         let mut pieces: Vec<Piece> = Vec::with_capacity(count);
         while pieces.len() < count {
             let Some(piece) = self.take(class) else {
-                pieces
-                    .iter()
-                    .for_each(|piece| self.regions[piece.region].free.push(piece.index));
+                self.free(&pieces);
                 return if self.regions.len() + self.coming < REGIONS_MAX {
                     Loan::NeedsRegion
                 } else {
@@ -278,11 +272,7 @@ impl StagingState {
             };
             pieces.push(piece);
         }
-        match purpose {
-            Purpose::Upload => self.uploading += total,
-            Purpose::Kept => self.kept += total,
-            Purpose::Download => {}
-        }
+        self.lent[purpose as usize] += total;
         self.last_value += 1;
         let (word, word_ptr) = self.regions[pieces[0].region].word(pieces[0].index);
         Loan::Made(StagingLease {
