@@ -171,12 +171,13 @@ def main():
     ways = ["SIGKILL"] * options.kills + ["ray.kill", "terminate"] * ((options.ends - options.kills + 1) // 2)
     ways = ways[: options.ends]
     random.shuffle(ways)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     said, is_good = {"wanted": len(ways)}, False
     with tempfile.TemporaryDirectory(prefix="warpipe-ray-") as folder:
         os.environ["WARPIPE_DOMAIN"] = os.path.join(folder, "domain")
         try:
             ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=128 << 20)
+            # Afterwards: Ray has a handler of its own.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             is_good = run(ways, options.at_once, time.monotonic() + options.seconds, said)
         except Exception as error:
             said["failed"] = f"{type(error).__name__}: {error}"
