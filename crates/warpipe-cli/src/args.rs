@@ -27,7 +27,9 @@ pub struct Arguments {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Demo(DemoArgs),
+    #[command(alias = "publish")]
     Pub(PubArgs),
+    #[command(alias = "subscribe")]
     Sub(SubArgs),
     Doctor(DoctorArgs),
     Ls(LsArgs),
@@ -143,6 +145,8 @@ pub struct PubArgs {
     /// Device of the tensors: auto (the first GPU, else the host), host, cuda or cuda:N
     #[arg(long, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
+    #[command(flatten)]
+    pub domain: DomainArg,
     /// Prints one JSON object per sample instead of text
     #[arg(long)]
     pub json: bool,
@@ -193,6 +197,8 @@ pub struct SubArgs {
     /// memory
     #[arg(long, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
+    #[command(flatten)]
+    pub domain: DomainArg,
     /// Prints one JSON object per sample instead of text
     #[arg(long)]
     pub json: bool,
@@ -217,6 +223,8 @@ pub struct DoctorArgs {
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct LsArgs {
+    #[command(flatten)]
+    pub domain: DomainArg,
     /// Prints one JSON object per name instead of text
     #[arg(long)]
     pub json: bool,
@@ -224,7 +232,7 @@ pub struct LsArgs {
     ///
     /// Looks at `/run/user/UID/warpipe` and `/tmp/warpipe-UID` of every UID. A domain elsewhere,
     /// named by `$WARPIPE_DOMAIN`, is not found. Only root may read the domains of others.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "path")]
     pub all_users: bool,
     /// Adds the counts of each endpoint, its subscribers, and the holders of all memory
     ///
@@ -284,6 +292,8 @@ pub struct GcArgs {
     /// Leaves out what is younger than this many seconds
     #[arg(long, value_name = "SECONDS", value_parser = age)]
     pub older_than: Option<Duration>,
+    #[command(flatten)]
+    pub domain: DomainArg,
     /// Prints one JSON object per name and one with the total, instead of text
     #[arg(long)]
     pub json: bool,
@@ -366,6 +376,8 @@ pub struct MembersArgs {
     /// Prints each change after the list, until interrupted
     #[arg(long)]
     pub follow: bool,
+    #[command(flatten)]
+    pub domain: DomainArg,
     /// Prints one JSON object per member or change instead of text
     #[arg(long)]
     pub json: bool,
@@ -492,7 +504,7 @@ pub struct WeightsVerifyArgs {
     pub json: bool,
 }
 
-/// The domain of a command that has an option for it.
+/// The domain of a command.
 #[derive(Debug, Args)]
 pub struct DomainArg {
     /// Directory of the domain, instead of the environment's
@@ -501,6 +513,11 @@ pub struct DomainArg {
 }
 
 impl DomainArg {
+    /// It, with its directory made if it is missing.
+    pub fn open(&self) -> warpipe::Result<warpipe::Domain> {
+        warpipe::Domain::at(self.or_environment()?)
+    }
+
     /// Its directory, or the environment's.
     pub fn or_environment(&self) -> warpipe::Result<PathBuf> {
         self.path

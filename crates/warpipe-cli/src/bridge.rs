@@ -5,11 +5,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
-use warpipe::Domain;
 use warpipe_bridge::{Bridge, Options, Policy, Tls};
 
 use crate::announcer::Announcer;
-use crate::args::seconds;
+use crate::args::{DomainArg, seconds};
 use crate::device_arg::DeviceArg;
 use crate::exit::{Exit, HELP};
 use crate::interrupt::{Interrupt, LOOK};
@@ -93,6 +92,8 @@ pub struct BridgeArgs {
     /// Device of imported tensors, which also reads exported ones: auto, host, cuda or cuda:N
     #[arg(long, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
+    #[command(flatten)]
+    pub domain: DomainArg,
     /// Prints one JSON object per event instead of text
     #[arg(long)]
     pub json: bool,
@@ -127,7 +128,7 @@ pub fn run(args: &BridgeArgs) -> anyhow::Result<Exit> {
 }
 
 fn options(args: &BridgeArgs) -> anyhow::Result<Options> {
-    let domain = Domain::from_environment()?;
+    let domain = args.domain.open()?;
     let mut options = Options::new(&domain, &args.device.open()?.device);
     options.node = args.name.clone().unwrap_or_else(host_name);
     options.listen.clone_from(&args.listen);

@@ -65,7 +65,7 @@ enum State {
 /// Shows what dead processes left, and removes it with `--yes`.
 pub fn run(args: &GcArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
-    let path = Domain::environment_path()?;
+    let path = args.domain.or_environment()?;
     let domain = existing_domain(&path)?;
     let mut leftovers = domain.as_ref().map_or(Ok(Vec::new()), look)?;
     if let Some(least) = args.older_than {

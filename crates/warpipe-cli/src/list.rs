@@ -20,7 +20,7 @@ pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
     if args.all_users {
         return list_all(output);
     }
-    let path = Domain::environment_path()?;
+    let path = args.domain.or_environment()?;
     if args.verbose {
         let snapshot = Source::new(path)?.look()?;
         output.say(|| text::all(&snapshot), &snapshot)?;

@@ -13,7 +13,7 @@ use crate::output::{Output, Style, column, printable, styled};
 pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let interrupt = Interrupt::install()?;
-    let path = Domain::environment_path()?;
+    let path = args.domain.or_environment()?;
     let domain = match existing_domain(&path)? {
         Some(domain) => domain,
         // Members to come are seen in the directory.

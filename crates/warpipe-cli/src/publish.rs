@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use warpipe::{Domain, EndpointName, Error, Layout, Policy, Publisher, PublisherOptions, Stream};
+use warpipe::{EndpointName, Error, Layout, Policy, Publisher, PublisherOptions, Stream};
 
 use crate::args::{PolicyName, PubArgs};
 use crate::device_arg::ChosenDevice;
@@ -66,7 +66,7 @@ fn build(args: &PubArgs, chosen: &ChosenDevice, layouts: &[Layout]) -> anyhow::R
             memory_limit: MEMORY_LIMIT_LEAST.max(largest.saturating_mul(4)),
             loan_timeout: args.timeout,
             policy,
-            ..Domain::from_environment()?.on(&chosen.device)
+            ..args.domain.open()?.on(&chosen.device)
         },
     )?)
 }

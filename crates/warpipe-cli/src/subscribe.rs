@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use serde_json::json;
 use warpipe::{
-    Device, Discontinuity, Domain, EndpointName, Error, ErrorKind, HandshakeFault, Loss, Sample,
-    Stream, Subscriber, SubscriberOptions, clock,
+    Device, Discontinuity, EndpointName, Error, ErrorKind, HandshakeFault, Loss, Sample, Stream,
+    Subscriber, SubscriberOptions, clock,
 };
 
 use crate::args::SubArgs;
@@ -50,7 +50,7 @@ fn subscribe(
     interrupt: &Interrupt,
 ) -> warpipe::Result<Option<Subscriber>> {
     use HandshakeFault::{Closed, Silent};
-    let domain = Domain::from_environment()?;
+    let domain = args.domain.open()?;
     let subscribe = || {
         Subscriber::open(
             &args.name,

@@ -16,6 +16,29 @@ fn an_error_that_nobody_reads_has_its_exit_code() {
     assert_eq!(command.stderr(writer).status().unwrap().code(), Some(2));
 }
 
+/// Whoever guesses the long words, or names another domain, is understood by every command.
+#[test]
+fn a_channel_in_another_domain_is_published_received_and_listed_by_its_folder() {
+    let world = World::new();
+    let (folder, file) = (world.path("other"), world.path("a.bin"));
+    std::fs::write(&file, "abc").unwrap();
+    let (folder, file) = (folder.to_str().unwrap(), file.to_str().unwrap());
+    let publish = [
+        "publish", "there", file, "--device", "host", "--domain", folder,
+    ];
+    let publisher = world.start(&publish);
+    let subscribe = ["subscribe", "there", "--device", "host", "--domain", folder];
+    let received = world.run(&subscribe);
+    assert_eq!(received.code, Some(0), "{}", received.err);
+    assert_eq!(publisher.end().code, Some(0));
+    for command in ["ls", "gc", "members"] {
+        let listed = world.run(&[command, "--domain", folder]);
+        assert!(listed.out.starts_with(folder), "{command}: {}", listed.out);
+    }
+    let both = world.run(&["ls", "--domain", folder, "--all-users"]);
+    assert_eq!(both.code, Some(2), "{}", both.err);
+}
+
 #[test]
 fn every_command_explains_itself_and_its_exit_codes() {
     let world = World::new();

@@ -28,10 +28,6 @@ pub fn run(args: &WeightsArgs) -> anyhow::Result<Exit> {
     }
 }
 
-fn domain(chosen: &DomainArg) -> warpipe::Result<Domain> {
-    Domain::at(chosen.or_environment()?)
-}
-
 /// The domain in which a name of weights is looked for. Without its directory, which is not made,
 /// there is no such name.
 fn domain_of(chosen: &DomainArg, name: &str) -> warpipe::Result<Domain> {

@@ -27,7 +27,7 @@ use crate::process::{Reaped, ending};
 
 pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install()?;
-    let domain = super::domain(&args.domain)?;
+    let domain = args.domain.open()?;
     let options = KeeperOptions {
         allow_uids: args.allow_uids.to_vec(),
         allow_gids: args.allow_gids.to_vec(),
