@@ -83,6 +83,9 @@ public:
   Error(warpipe_status status, const char *message)
       : std::runtime_error(message), status_(status), driver_code_(warpipe_error_driver_code()),
         peer_pid_(warpipe_error_peer_pid()), peer_closed_(warpipe_error_peer_closed()) {}
+  // Of no call: it has neither a driver's code nor a peer.
+  Error(warpipe_status status, const std::string &message)
+      : std::runtime_error(message), status_(status) {}
 
   warpipe_status status() const noexcept { return status_; }
   // The driver's code (CUresult); 0 if the error came from elsewhere.
@@ -94,9 +97,9 @@ public:
 
 private:
   warpipe_status status_;
-  std::int32_t driver_code_;
-  std::int32_t peer_pid_;
-  bool peer_closed_;
+  std::int32_t driver_code_ = 0;
+  std::int32_t peer_pid_ = 0;
+  bool peer_closed_ = false;
 };
 
 // WARPIPE_TIMEOUT: wait again, or look at the peer's state.
@@ -362,6 +365,18 @@ template <class T> constexpr std::uint32_t dtype_of() {
     return ((std::is_signed_v<U> ? 0u : 1u) << 8) | (8 * sizeof(U));
 }
 
+namespace detail {
+// Throws where T takes the elements for other numbers. Integers stand for any, and any for bytes.
+template <class T> void check_elements(const warpipe_layout &layout) {
+  static_assert(is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
+  if constexpr (std::is_floating_point_v<T>)
+    if (layout.dtype != dtype_of<T>() && layout.dtype != WARPIPE_UINT8)
+      throw Error(WARPIPE_INVALID_INPUT,
+                  "the elements have warpipe_dtype " + std::to_string(layout.dtype) + ", not " +
+                      std::to_string(dtype_of<T>()) + "; take their type, or integers as wide");
+}
+} // namespace detail
+
 // The layout of a tensor: element type, shape, strides, offset.
 class Layout {
 public:
@@ -445,7 +460,7 @@ public:
   template <class T = void> const T *data() const noexcept { return at<const T>(); }
   // Waits for the data of all parts and copies this one.
   template <class T> std::vector<T> to_vector(Duration timeout) const {
-    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
+    detail::check_elements<T>(part_.layout);
     std::vector<T> copy(part_.layout.bytes / sizeof(T));
     check(warpipe_sample_copy_part_to(sample_, part_.name, copy.data(), copy.size() * sizeof(T),
                                       nanoseconds(timeout)));
@@ -468,7 +483,7 @@ public:
     check(warpipe_loan_write_part(loan_, stream, part_.name, data, bytes));
   }
   template <class T> void write(void *stream, const std::vector<T> &data) {
-    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
+    detail::check_elements<T>(part_.layout);
     write(stream, data.data(), data.size() * sizeof(T));
   }
 
@@ -541,7 +556,7 @@ public:
 
   // Waits for the data and copies the whole slot.
   template <class T> std::vector<T> to_vector(Duration timeout) const {
-    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
+    detail::check_elements<T>(info_.layout);
     std::vector<T> copy(info_.layout.bytes / sizeof(T));
     check(warpipe_sample_copy_to(get(), copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
     return copy;
@@ -610,7 +625,7 @@ public:
     check(warpipe_loan_write(get(), stream, data, bytes));
   }
   template <class T> void write(void *stream, const std::vector<T> &data) {
-    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
+    detail::check_elements<T>(info_.layout);
     write(stream, data.data(), data.size() * sizeof(T));
   }
   // Copies a tensor of another framework, which stays the caller's.
@@ -722,7 +737,7 @@ public:
   // Copies from memory of the host, and sends.
   template <class T>
   std::uint64_t send(void *stream, const Layout &layout, const std::vector<T> &data) const {
-    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
+    detail::check_elements<T>(*layout.get());
     std::uint64_t sequence = 0;
     check(warpipe_publisher_send_host(get(), stream, layout.get(), data.data(),
                                       data.size() * sizeof(T), &sequence));

@@ -178,7 +178,9 @@ fn parts(pointer: usize) -> (usize, u64) {
 #[cold]
 fn no_key(wanted: &str, pointer: usize) -> Failure {
     let said = match crate::type_of(parts(pointer).0) {
-        _ if pointer == 0 => format!("null was passed for a {wanted}"),
+        _ if pointer == 0 => format!(
+            "null was passed for a {wanted}; pass one that is open, and was not sent or released"
+        ),
         Some((found, _)) => format!("a {found} was passed for a {wanted}"),
         None => format!("this pointer is no {wanted}; pass one that this library gave"),
     };

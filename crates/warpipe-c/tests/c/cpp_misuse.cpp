@@ -127,6 +127,22 @@ void an_empty_object_shows_no_memory(const warpipe::Device &device, void *stream
 }
 
 // What was split off is the sample's alone, and a loan that has gone is no answer without a result.
+void elements_are_not_taken_for_other_numbers(const warpipe::Device &device, void *stream) {
+  Channel channel(device, "cpp/elements");
+  warpipe::Loan loan = channel.publisher.loan(Layout::contiguous<float>({2}));
+  CHECK(status_of([&] { loan.write(stream, std::vector<double>{1}); }) == WARPIPE_INVALID_INPUT);
+  loan.write(stream, std::vector<float>{1, 2});
+  loan.send(stream);
+  warpipe::Sample sample = channel.subscriber.receive(stream, kLimit);
+  CHECK(status_of([&] { sample.to_vector<double>(kLimit); }) == WARPIPE_INVALID_INPUT);
+  CHECK(sample.to_vector<float>(kLimit)[1] == 2);
+  CHECK(sample.to_vector<std::uint32_t>(kLimit)[1] == 0x40000000);
+  const auto bytes = Layout::contiguous<std::uint8_t>({4}); // and these for any
+  channel.publisher.send(stream, bytes, std::vector<float>{3});
+  CHECK(channel.subscriber.receive(stream, kLimit).to_vector<float>(kLimit)[0] == 3);
+  sample.finish(kLimit);
+}
+
 void a_lease_shows_no_input_that_has_gone_and_takes_no_empty_loan(const warpipe::Device &device,
                                                                   void *stream) {
   warpipe::QueueOptions owning;
@@ -212,6 +228,7 @@ int main() {
   a_time_that_is_too_long_is_the_longest();
   a_sample_that_is_in_use_is_not_lost(device, stream);
   an_empty_object_shows_no_memory(device, stream);
+  elements_are_not_taken_for_other_numbers(device, stream);
   a_lease_shows_no_input_that_has_gone_and_takes_no_empty_loan(device, stream);
   a_loop_that_is_left_keeps_no_sample(device, stream);
   an_error_is_that_of_the_call();
