@@ -283,6 +283,19 @@ impl Layout {
         self.bytes
     }
 
+    /// Memory of the host that a whole slot is copied to or from has to be as long.
+    pub(crate) fn check_length(&self, bytes: usize) -> Result<()> {
+        if bytes as u64 == self.bytes {
+            return Ok(());
+        }
+        let allowed = format!("exactly the {} of {self:?}", self.bytes);
+        Err(Error::argument(
+            "the data",
+            format!("{bytes} bytes"),
+            allowed,
+        ))
+    }
+
     /// The number of elements.
     pub fn elements(&self) -> u64 {
         // If one length is 0 the others are unlimited, and their product may overflow.

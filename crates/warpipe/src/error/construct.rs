@@ -180,7 +180,7 @@ pub(super) fn not_found(kind: &Kind, name: &str, domain: &Path, was_there: bool)
     };
     let state = match was_there {
         true => "its owner has died and left the name behind",
-        false => "nobody has made it yet, or it is closed",
+        false => "it has not been made yet, or is closed",
     };
     format!("no {kind} named {name:?}{place}: {state}")
 }

@@ -56,7 +56,7 @@ impl Error {
             Error::Os { call, source, .. } => of_system(call, source),
             Error::Name(fault) => of_name(fault),
             Error::File(FileFault::Domain { .. }) => {
-                "use a directory that you own with mode 0700, or set WARPIPE_DOMAIN"
+                "use a directory that you own with mode 0700, or set WARPIPE_DOMAIN{of_user}"
             }
             Error::File(FileFault::Foreign { .. }) => {
                 "it is left alone: move it away, or take another name"
@@ -108,7 +108,9 @@ impl Language {
         let names = [
             "{host}",
             "{wait_for_publisher}",
-            "{wait}",
+            "{or_wait}",
+            "{keep}",
+            "{of_user}",
             "{reconnect}",
             "{uncaptured}",
             "{spawn}",
@@ -120,14 +122,16 @@ impl Language {
         })
     }
 
-    fn words(self) -> [&'static str; 6] {
+    fn words(self) -> [&'static str; 8] {
         const UNCAPTURED: &str =
             "before the capture begins or after it has ended (cuStreamEndCapture)";
         match self {
             Language::Rust => [
                 "use Device::host()",
                 "give `Subscriber::open` a timeout",
-                "wait for it with a timeout",
+                ", or wait for it with a timeout",
+                "`weights::Keeper` or `warpipe weights serve`",
+                "; `Domain::of_user` opens another user's",
                 "turn `reconnect` on",
                 UNCAPTURED,
                 "spawn or exec",
@@ -135,7 +139,9 @@ impl Language {
             Language::C => [
                 "open the device \"host\"",
                 "set wait_ns to wait for it",
-                "set a timeout, or wait_ns, to wait for it",
+                ", or set a timeout, or wait_ns, to wait for it",
+                "`warpipe weights serve`",
+                "; `warpipe_domain_open_of_user` opens another user's",
                 "set reconnect",
                 UNCAPTURED,
                 "exec",
@@ -143,7 +149,9 @@ impl Language {
             Language::Python => [
                 "use device=\"host\"",
                 "wait for it with `wait=`",
-                "wait for it with `wait=`",
+                ", or wait for it with `wait=`",
+                "`weights.keep` or `warpipe weights serve`",
+                "; `Domain(path, owner=UID)` opens another user's",
                 "pass `reconnect=True`",
                 "outside of `torch.cuda.graph`",
                 "`multiprocessing` with \"spawn\"",
@@ -151,7 +159,9 @@ impl Language {
             Language::CommandLine => [
                 "use --device host",
                 "wait longer with --timeout",
-                "wait longer for it",
+                "",
+                "`warpipe weights serve`",
+                "",
                 "use --reconnect",
                 UNCAPTURED,
                 "exec",
@@ -211,6 +221,7 @@ fn of_limit(fault: &LimitFault) -> &'static str {
         } if used.saturating_add(*bytes) <= *limit => {
             "release some: it has as many blocks or loans as it may (8,192 blocks of a pool), or what is left lies in pieces that are too short"
         }
+        LimitFault::Memory { bytes, limit, .. } if bytes > limit => "raise the memory limit",
         LimitFault::Memory { .. } => "release some, or raise the memory limit",
         LimitFault::Quota { .. } => {
             "release blocks of that user, in all of its processes, or have the pool's owner raise its quota"
@@ -301,9 +312,9 @@ fn of_absent(kind: Kind) -> &'static str {
     match kind {
         Kind::Publisher => "start the publisher, or {wait_for_publisher}",
         Kind::Weights => {
-            "start one with `warpipe weights serve` (`warpipe weights ls` shows which there are), or {wait}"
+            "start one with {keep} (`warpipe weights ls` shows which there are){or_wait}"
         }
-        _ => "start its owner, or {wait}",
+        _ => "start its owner{or_wait}",
     }
 }
 
@@ -373,8 +384,37 @@ mod tests {
             domain: "/tmp".into(),
             was_there: false,
         };
-        let hint = error.hint().unwrap_or_default();
-        assert!(hint.contains("warpipe weights serve"), "{hint}");
+        for (language, start, wait) in [
+            (Language::Rust, "`weights::Keeper`", "timeout"),
+            (Language::Python, "`weights.keep`", "`wait=`"),
+            // Its commands do not wait for one.
+            (
+                Language::CommandLine,
+                "`warpipe weights serve`",
+                "shows which there are)",
+            ),
+        ] {
+            let hint = error.hint_in(language).unwrap_or_default();
+            assert!(hint.contains(start) && hint.contains(wait), "{hint}");
+        }
+        let told = error.hint_in(Language::CommandLine).unwrap_or_default();
+        assert!(!told.contains("wait"), "{told}");
+    }
+
+    #[test]
+    fn a_domain_that_cannot_be_used_says_how_another_users_is_opened() {
+        let error = Error::File(FileFault::Domain {
+            path: "/tmp/warpipe-1".into(),
+            reason: "it cannot be opened: Permission denied".into(),
+        });
+        for (language, call) in [
+            (Language::Rust, "`Domain::of_user`"),
+            (Language::C, "`warpipe_domain_open_of_user`"),
+            (Language::Python, "`Domain(path, owner=UID)`"),
+        ] {
+            let hint = error.hint_in(language).unwrap_or_default();
+            assert!(hint.contains(call), "{hint}");
+        }
     }
 
     #[test]
@@ -400,8 +440,8 @@ mod tests {
 
     #[test]
     fn a_limit_that_leaves_room_is_not_to_be_raised() {
-        let hint = |used| {
-            let (name, bytes, limit) = ("p".into(), 64, 1 << 30);
+        let hint = |bytes, used| {
+            let (name, limit) = ("p".into(), 1 << 30);
             let fault = LimitFault::Memory {
                 name,
                 bytes,
@@ -410,12 +450,11 @@ mod tests {
             };
             Error::Limit(fault).hint().unwrap().into_owned()
         };
-        assert!(
-            hint(4 << 20).contains("as many blocks"),
-            "{}",
-            hint(4 << 20)
-        );
-        assert!(hint((1 << 30) - 8).ends_with("raise the memory limit"));
+        let short = hint(64, 4 << 20);
+        assert!(short.contains("as many blocks"), "{short}");
+        let full = hint(64, (1 << 30) - 8);
+        assert_eq!(full, "release some, or raise the memory limit");
+        assert_eq!(hint(2 << 30, 0), "raise the memory limit");
     }
 
     #[test]

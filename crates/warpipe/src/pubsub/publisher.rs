@@ -6,7 +6,6 @@ mod loan_parts;
 
 use std::sync::Arc;
 
-use self::loan::check_length;
 pub use self::loan::{SampleMut, SendError};
 use super::options::{PublisherOptions, PublisherRole, SubscriberInfo};
 use super::publisher_core::{Given, PublisherCore, Recipients, SendFailure};
@@ -177,7 +176,7 @@ impl Publisher {
     /// # Errors
     /// As [`loan`](Self::loan), [`SampleMut::write`] and [`SampleMut::send`].
     pub fn send_slice(&self, stream: &Stream, layout: &Layout, bytes: &[u8]) -> Result<u64> {
-        check_length(layout, bytes)?;
+        layout.check_length(bytes.len())?;
         // Without a `SampleMut`: moving its layout and metadata takes longer than a small send.
         let (slot, address) = self.core.take_slot(layout.bytes(), None)?;
         let given = Given {

@@ -419,14 +419,7 @@ impl Sample {
         bytes: &mut [u8],
         wait: &Wait<'_>,
     ) -> Result<()> {
-        if bytes.len() as u64 != layout.bytes() {
-            let allowed = format!("exactly {}", layout.bytes());
-            return Err(Error::argument(
-                "bytes",
-                format!("{} bytes", bytes.len()),
-                allowed,
-            ));
-        }
+        layout.check_length(bytes.len())?;
         self.wait(wait)?;
         if bytes.is_empty() {
             return Ok(());

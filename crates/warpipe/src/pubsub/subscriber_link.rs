@@ -105,7 +105,10 @@ pub(super) struct SubscriberLink {
     pub(super) row: Option<LinkRow>,
 }
 
-const _: () = assert!(std::mem::offset_of!(SubscriberLink, registrations) <= 128);
+const _: () = assert!(
+    std::mem::offset_of!(SubscriberLink, registrations) <= 128,
+    "what a send touches of a link lies in two cache lines: put the field behind `registrations`"
+);
 
 impl SubscriberLink {
     /// A link that has not sent anything. Drop it on the reaper: it holds registered memory.

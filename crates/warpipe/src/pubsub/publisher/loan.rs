@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::backend::DevicePtr;
 use crate::debug::opaque_debug;
-use crate::error::{Error, Result, Returned};
+use crate::error::{Result, Returned};
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::{Head, Metadata};
 use crate::pubsub::parts::Part;
@@ -123,7 +123,7 @@ impl SampleMut {
         (address, layout): (DevicePtr, &Layout),
         bytes: &[u8],
     ) -> Result<()> {
-        check_length(layout, bytes)?;
+        layout.check_length(bytes.len())?;
         self.core.owner_process.check()?;
         stream.check_of(&self.core.device)?;
         if bytes.is_empty() {
@@ -264,18 +264,6 @@ impl Drop for SampleMut {
 }
 
 opaque_debug!(SampleMut { layout, core });
-
-pub(super) fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
-    if bytes.len() as u64 == layout.bytes() {
-        return Ok(());
-    }
-    let allowed = format!("exactly {}", layout.bytes());
-    Err(Error::argument(
-        "bytes",
-        format!("{} bytes", bytes.len()),
-        allowed,
-    ))
-}
 
 /// A send that failed. The loan comes back, unless the driver failed after the sample was announced
 /// to subscribers.
