@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pyo3::exceptions::PyKeyError;
+use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyMapping, PyTuple};
 use warpipe::{Layout, Stream};
@@ -22,8 +22,8 @@ use crate::tensor::{Held, Holding};
 pub struct Part;
 
 impl Part {
-    /// The part of this name, in memory of the same hold as `whole`; of a `loan`, as long as that is
-    /// open.
+    /// The part of this name, in memory of the same hold as `whole`; of a `loan`, as long as that
+    /// is open.
     pub fn find(
         py: Python<'_>,
         whole: Memory,
@@ -72,6 +72,17 @@ impl FrameParts {
         Part::find(slf.py(), memory, &slf.get().parts, name, None)
     }
 
+    /// The layouts of its tensors and its device, for ``repr``.
+    #[getter]
+    fn _described(slf: &Bound<'_, FrameParts>) -> String {
+        let parts = slf.get().parts.iter();
+        let parts: Vec<String> = parts
+            .map(|it| format!("{:?}: {:?}", it.name, it.layout))
+            .collect();
+        let tensor = slf.as_super().as_super().as_super().get();
+        tensor.described_as(&format!("{{{}}}", parts.join(", ")))
+    }
+
     fn __len__(&self) -> usize {
         self.parts.len()
     }
@@ -91,9 +102,34 @@ pub fn items<'py>(found: &Bound<'py, PyAny>) -> PyResult<Option<Named<'py>>> {
             let allowed = "at least one named tensor";
             Err(Fault::argument("tensor", "an empty mapping", allowed).into())
         }
-        Ok(mapping) => mapping.items()?.extract().map(Some),
+        Ok(mapping) => mapping
+            .items()?
+            .iter()
+            .map(named)
+            .collect::<PyResult<_>>()
+            .map(Some),
         Err(_) => Ok(None),
     }
+}
+
+fn named<'py>(pair: Bound<'py, PyAny>) -> PyResult<(String, Bound<'py, PyAny>)> {
+    let (name, tensor) = pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
+    match name.extract() {
+        Ok(name) => Ok((name, tensor)),
+        Err(_) => {
+            let (name, class) = (name.repr()?, name.get_type().qualname()?);
+            let said = format!("the name {name} is a {class}; names of tensors are texts");
+            Err(PyTypeError::new_err(said))
+        }
+    }
+}
+
+/// What was found for the tensor of this name; an error notes the name.
+pub fn noted<T>(py: Python<'_>, name: &str, found: PyResult<T>) -> PyResult<T> {
+    found.or_else(|error| {
+        error.add_note(py, format!("while processing the tensor {name:?}"))?;
+        Err(error)
+    })
 }
 
 /// A stream behind all of these, the last of them.

@@ -186,6 +186,11 @@ impl Tensor {
             owner: owner.clone(),
         })
     }
+
+    /// These words for its layout, and its device.
+    pub fn described_as(&self, layout: &str) -> String {
+        format!("{layout}, {}", self.owner.device)
+    }
 }
 
 #[pymethods]
@@ -253,7 +258,7 @@ impl Tensor {
     /// Its layout and its device, for ``repr``.
     #[getter]
     fn _described(&self) -> String {
-        format!("{:?}, {}", self.owner.layout, self.owner.device)
+        self.described_as(&format!("{:?}", self.owner.layout))
     }
 
     /// What ``numpy()`` makes an array of.

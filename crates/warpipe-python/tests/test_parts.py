@@ -36,6 +36,22 @@ def test_a_dict_is_received_as_a_mapping_of_its_tensors(link):
         assert not isinstance(frame, Mapping)
 
 
+def test_the_text_of_several_tensors_has_their_names_and_layouts(link):
+    publisher, subscriber = link
+    publisher.send(tensors())
+    frame = subscriber.receive()
+    assert repr(frame) == 'SampleParts({"image": uint8[4, 4, 3], "depth": float32[4, 4] strides [1, 4]}, host, sequence=1)'
+
+
+def test_a_refused_name_or_tensor_of_several_is_named(link):
+    publisher, _ = link
+    with pytest.raises(TypeError, match="the name 1 is a int; names of tensors are texts"):
+        publisher.send({1: np.ones(2)})
+    with pytest.raises(warpipe.NotATensorError) as refused:
+        publisher.send({"image": np.ones(2), "depth": [1, 2]})
+    assert refused.value.__notes__ == ['while processing the tensor "depth"']
+
+
 def test_a_part_keeps_the_memory_and_no_part_is_given_out_after_the_release(link):
     publisher, subscriber = link
     publisher.send(tensors())
