@@ -361,14 +361,14 @@ class Publisher(_Named):
         ``metadata``: a dict (as JSON) or any buffer, at most 4,096 bytes, less what describes
         several tensors, or one in place.
 
-        ``zero_copy``: nothing is copied; subscribers read the tensor in place, and it is kept until all of them have released it: see ``in_place``. Do not write it before. It
-        must lie in memory of ``warpipe.torch.pool()``, which subscribers map read-only and have as
-        long as they use it; or in memory of ``cudaMalloc``, as PyTorch's caching allocator's does,
-        which they open by a legacy handle. A tensor in host, pooled or ``expandable_segments``
-        memory is copied, with a ``CopyWarning`` that says why, or is an error with
-        ``zero_copy="require"``. The whole allocation around it is
-        accessible to subscribers: memory of ``cudaMalloc`` must not go back to the driver while they
-        exist.
+        ``zero_copy``: nothing is copied; subscribers read the tensor in place, and it is kept until
+        all of them have released it: see ``in_place``. Do not write it before. It must lie in
+        memory of ``warpipe.torch.pool()``, which subscribers map read-only and have as long as they
+        use it; or in memory of ``cudaMalloc``, as PyTorch's caching allocator's does, which they
+        open by a legacy handle. A tensor in host, pooled or ``expandable_segments`` memory is
+        copied, with a ``CopyWarning`` that says why, or is an error with ``zero_copy="require"``.
+        The whole allocation around it is accessible to subscribers: memory of ``cudaMalloc`` must
+        not go back to the driver while they exist.
 
         Raises ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
         ``MetadataError``; ``NotExportableError``, ``ExportError`` with ``"require"``;
