@@ -64,7 +64,7 @@ impl Error {
             Error::NotFound { kind, .. } => of_absent(*kind),
             Error::Handle { fault, .. } => of_handle(fault),
             Error::Refused { denied: true, .. } => {
-                "ask its owner to allow the uid or gid, and to let others pass the folder of its domain (chmod 711)"
+                "ask its owner to allow the uid or gid (`allow_uids`, `allow_gids`), and to let others pass the folder of its domain (chmod 711)"
             }
             Error::Handshake { fault, .. } => of_handshake(fault),
             Error::Protocol { .. } => "the link is closed: reconnect, and report the peer",
