@@ -1099,13 +1099,6 @@ warpipe_status warpipe_subscriber_receive(warpipe_subscriber *subscriber,
                                           uint64_t timeout_ns,
                                           warpipe_sample **sample);
 
-// A descriptor for poll(2) and epoll(7): readable when warpipe_subscriber_receive with a
-// timeout of 0 is worth a call. Receive until it says WARPIPE_TIMEOUT before waiting on it. It
-// is the subscriber's, and ends with it.
-//
-// Requires: fd is the address of a number.
-warpipe_status warpipe_subscriber_get_fd(const warpipe_subscriber *subscriber, int32_t *fd);
-
 // A subscriber's publisher, and how much of it was missed.
 //
 // Requires: info is the address of such a structure.
@@ -1277,24 +1270,6 @@ warpipe_status warpipe_loan_write_dlpack(warpipe_loan *loan,
 warpipe_status warpipe_loan_write_dlpack_legacy(warpipe_loan *loan,
                                                 void *stream,
                                                 const struct DLManagedTensor *tensor);
-
-// Loans, copies another framework's tensor and sends, in one call: as warpipe_publisher_loan,
-// warpipe_loan_write_dlpack and warpipe_loan_send. *sequence, which may be null, becomes the
-// sample's number. The tensor stays the caller's.
-//
-// Requires: as for warpipe_loan_write_dlpack; sequence is null or the address of a number.
-warpipe_status warpipe_publisher_send_dlpack(const warpipe_publisher *publisher,
-                                             void *stream,
-                                             const struct DLManagedTensorVersioned *tensor,
-                                             uint64_t *sequence);
-
-// As warpipe_publisher_send_dlpack, of a tensor of DLPack before 1.0.
-//
-// Requires: as for warpipe_publisher_send_dlpack.
-warpipe_status warpipe_publisher_send_dlpack_legacy(const warpipe_publisher *publisher,
-                                                    void *stream,
-                                                    const struct DLManagedTensor *tensor,
-                                                    uint64_t *sequence);
 
 // Opens a domain: a directory of this user with mode 0700, which is made if it is missing. Null is
 // the environment's: $WARPIPE_DOMAIN, else $XDG_RUNTIME_DIR/warpipe, else
@@ -1691,12 +1666,6 @@ warpipe_status warpipe_members_next_change(const warpipe_members *members,
                                            uint64_t timeout_ns,
                                            warpipe_change *change);
 
-// A descriptor for poll(2) and epoll(7): readable while warpipe_members_next_change has a
-// change to give. It is the watch's, and ends with it.
-//
-// Requires: fd is the address of a number.
-warpipe_status warpipe_members_get_fd(const warpipe_members *members, int32_t *fd);
-
 // Allocates bytes bytes that can be given to other processes, zeroed: in all a multiple of the
 // device's unit, 2 MiB on CUDA as a rule, a page on the host (cuMemCreate, cuMemMap). device
 // may be null: the first GPU, else the host.
@@ -1816,6 +1785,16 @@ warpipe_status warpipe_memory_free_on(warpipe_memory *memory, void *stream);
 // WARPIPE_INVALID_OBJECT for a pointer that is closed, was consumed by a call, or is no object of
 // this library: nothing is read there.
 warpipe_status warpipe_close(void *object);
+
+// A descriptor for poll(2) and epoll(7) of a subscriber, a worker, a server, a watch or members:
+// readable when its next call with a timeout of 0 (warpipe_subscriber_receive,
+// warpipe_worker_lease, warpipe_server_accept, warpipe_members_next_change) is worth making,
+// a server's also once a second for a look at new clients. Call until that says WARPIPE_TIMEOUT
+// before waiting on it; for a watch see warpipe_watch_quiet. It is the object's, and ends with it.
+//
+// Requires: fd is the address of a number.
+warpipe_status warpipe_get_fd(const void *object,
+                              int32_t *fd);
 
 // Lends memory for several tensors, which warpipe_loan_send sends as one sample: parts has the
 // names and layouts of count of them. Each begins at a multiple of 256 bytes; the loan's own
@@ -2078,15 +2057,6 @@ warpipe_status warpipe_queue_drain(const warpipe_queue *queue, uint64_t timeout_
 // WARPIPE_TIMEOUT; the queue takes no more jobs all the same.
 warpipe_status warpipe_queue_shutdown(const warpipe_queue *queue, uint64_t timeout_ns);
 
-// Cancels every job that no worker holds; they have no outcome. Writes the numbers of at most
-// capacity of them to jobs. *count, which may be null, becomes the number of all.
-//
-// Requires: jobs is the address of capacity numbers, count null or that of a number.
-warpipe_status warpipe_queue_cancel_waiting(const warpipe_queue *queue,
-                                            uint64_t *jobs,
-                                            size_t capacity,
-                                            size_t *count);
-
 // Reads how many jobs are in which state, and the process ids of at most capacity workers.
 //
 // Requires: state is the address of such a structure, workers that of capacity numbers.
@@ -2324,13 +2294,6 @@ warpipe_status warpipe_server_accept(warpipe_server *server,
                                      warpipe_lease **lease,
                                      warpipe_sample **input);
 
-// A descriptor for poll(2) and epoll(7): readable when warpipe_server_accept with a timeout
-// of 0 is worth a call, and once a second for a look at new clients. Accept until it says
-// WARPIPE_TIMEOUT before waiting on it. It is the server's, and ends with it.
-//
-// Requires: fd is the address of a number.
-warpipe_status warpipe_server_get_fd(const warpipe_server *server, int32_t *fd);
-
 // Publishes allocated memory under a name (1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by
 // /), so that tickets of it can be opened. options may be null. The memory may be closed
 // before its publication.
@@ -2513,14 +2476,8 @@ warpipe_status warpipe_queue_watch(const warpipe_queue *queue, warpipe_watch **w
 // Requires: as for warpipe_queue_watch.
 warpipe_status warpipe_client_watch(const warpipe_client *client, warpipe_watch **watch);
 
-// The descriptor for poll(2) and epoll(7). When it is readable, call warpipe_watch_quiet and
-// then, with a timeout of 0, warpipe_queue_next_result or warpipe_job_wait,
-// in this order. It is the watch's, and ends with it.
-//
-// Requires: fd is the address of a number.
-warpipe_status warpipe_watch_get_fd(const warpipe_watch *watch, int32_t *fd);
-
-// Makes the descriptor unreadable until the next change.
+// Makes the descriptor unreadable until the next change. When it is readable, call this and then,
+// with a timeout of 0, warpipe_queue_next_result or warpipe_job_wait, in this order.
 warpipe_status warpipe_watch_quiet(const warpipe_watch *watch);
 
 // Attaches to the queue of this name. options may be null.
@@ -2554,13 +2511,6 @@ warpipe_status warpipe_worker_lease(warpipe_worker *worker,
                                     uint64_t timeout_ns,
                                     warpipe_lease **lease,
                                     warpipe_sample **input);
-
-// A descriptor for poll(2) and epoll(7): readable when warpipe_worker_lease with a timeout
-// of 0 is worth a call. Lease until it says WARPIPE_TIMEOUT before waiting on it. It is the
-// worker's, and ends with it.
-//
-// Requires: fd is the address of a number.
-warpipe_status warpipe_worker_get_fd(const warpipe_worker *worker, int32_t *fd);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -745,14 +745,14 @@ public:
   }
   // Copies a tensor of another framework, and sends it.
   std::uint64_t send_dlpack(void *stream, const DLManagedTensorVersioned *tensor) const {
-    std::uint64_t sequence = 0;
-    check(warpipe_publisher_send_dlpack(get(), stream, tensor, &sequence));
-    return sequence;
+    warpipe_layout layout;
+    check(warpipe_dlpack_get_layout(tensor, &layout));
+    return copied(stream, layout, tensor);
   }
   std::uint64_t send_dlpack(void *stream, const DLManagedTensor *tensor) const {
-    std::uint64_t sequence = 0;
-    check(warpipe_publisher_send_dlpack_legacy(get(), stream, tensor, &sequence));
-    return sequence;
+    warpipe_layout layout;
+    check(warpipe_dlpack_get_layout_legacy(tensor, &layout));
+    return copied(stream, layout, tensor);
   }
 
   void wait_for_subscribers(std::size_t count, Duration timeout) const {
@@ -768,6 +768,14 @@ public:
       if (all)
         return found;
     }
+  }
+
+private:
+  template <class Tensor>
+  std::uint64_t copied(void *stream, const warpipe_layout &layout, const Tensor *tensor) const {
+    Loan loan = this->loan(Layout(layout));
+    loan.write_dlpack(stream, tensor);
+    return loan.send(stream);
   }
 };
 
@@ -821,7 +829,7 @@ public:
   // Readable when receive() without a wait is worth a call.
   int fd() const {
     std::int32_t fd = -1;
-    check(warpipe_subscriber_get_fd(get(), &fd));
+    check(warpipe_get_fd(get(), &fd));
     return fd;
   }
   // The publisher, and how much of it was missed.
@@ -882,7 +890,7 @@ public:
 
   int fd() const {
     std::int32_t fd = -1;
-    check(warpipe_watch_get_fd(get(), &fd));
+    check(warpipe_get_fd(get(), &fd));
     return fd;
   }
   // Before looking at the results: what comes from now on makes it readable again.
@@ -1046,7 +1054,7 @@ public:
   }
   int fd() const {
     std::int32_t fd = -1;
-    check(warpipe_worker_get_fd(get(), &fd));
+    check(warpipe_get_fd(get(), &fd));
     return fd;
   }
 };
@@ -1097,7 +1105,7 @@ public:
   }
   int fd() const {
     std::int32_t fd = -1;
-    check(warpipe_server_get_fd(get(), &fd));
+    check(warpipe_get_fd(get(), &fd));
     return fd;
   }
 };

@@ -1,6 +1,5 @@
 //! The forms of a call from C. It finds an object by its pointer, and then does something
-//! ([`call`], [`call_on`]), writes a value to a place of the caller's ([`read`],
-//! [`read_optional`]), or gives the caller the pointer of a new object ([`make`] and its like). A
+//! ([`call`], [`call_on`]), writes a value to a place of the caller's ([`read`]), or gives the caller the pointer of a new object ([`make`] and its like). A
 //! new object's entry in the table is reserved first: nothing is done if the table is full.
 
 use std::ffi::c_void;
@@ -71,23 +70,6 @@ pub(crate) unsafe fn get<P: Handle, V>(
     unsafe { read(pointer, name, place, |found| Ok::<_, Failure>(work(found))) }
 }
 
-/// As [`read`], of a value that the caller may not want: `place` may be null.
-///
-/// # Safety
-/// As for [`put_unless_null`].
-pub(crate) unsafe fn read_optional<P: Handle, V>(
-    pointer: *const P,
-    place: *mut V,
-    work: impl FnOnce(&mut P::Guard) -> Result<V>,
-) -> warpipe_status {
-    call(pointer, |found| {
-        let value = work(found)?;
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(place, value) };
-        Ok(())
-    })
-}
-
 /// Writes the pointer of the object that `work` makes to `place`, which must not be null.
 ///
 /// # Safety
@@ -119,7 +101,7 @@ pub(crate) unsafe fn make_optional<P: Handle>(
     run(|| {
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(place, null_mut()) };
-        let entry = handle::reserve_if(!place.is_null())?;
+        let entry = (!place.is_null()).then(handle::reserve).transpose()?;
         let object = work()?;
         if let Some(entry) = entry {
             // SAFETY: the caller's promise.
@@ -129,22 +111,7 @@ pub(crate) unsafe fn make_optional<P: Handle>(
     })
 }
 
-/// As [`make`], of an object that comes from another one, the `source`.
-///
-/// # Safety
-/// As for [`make`].
-#[inline(always)]
-pub(crate) unsafe fn make_of<S: Handle, P: Handle>(
-    source: *const S,
-    name: &str,
-    place: *mut *mut P,
-    work: impl FnOnce(&mut S::Guard) -> Result<P::Object>,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { make(name, place, || work(&mut handle::find(source)?)) }
-}
-
-/// As [`make_of`], of an object on the device of its source.
+/// As [`make`], of an object that comes from another one, the `source`, and is on its device.
 ///
 /// # Safety
 /// As for [`make`].
@@ -164,7 +131,7 @@ where
         let place = unsafe { out_object(name, place) }?;
         let entry = handle::reserve()?;
         let mut found = handle::find(source)?;
-        // Not by `make_of`: the result is moved once, to its entry.
+        // Not by `make`: the result is moved once, to its entry.
         place.put(entry.fill(OnDevice {
             object: work(&mut found)?,
             streams: found.streams.clone(),

@@ -1,7 +1,6 @@
 //! Channels: a publisher hands tensors to any number of subscribers.
 
 use std::ffi::{c_char, c_void};
-use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use warpipe::{
@@ -441,21 +440,6 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
     };
     // SAFETY: the caller's promise.
     unsafe { make_beside(subscriber, "sample", sample, receive) }
-}
-
-/// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_subscriber_receive` with a
-/// timeout of 0 is worth a call. Receive until it says `WARPIPE_TIMEOUT` before waiting on it. It
-/// is the subscriber's, and ends with it.
-///
-/// # Safety
-/// `fd` is the address of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_subscriber_get_fd(
-    subscriber: *const warpipe_subscriber,
-    fd: *mut i32,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { get(subscriber, "fd", fd, |it| it.as_fd().as_raw_fd()) }
 }
 
 /// A subscriber's publisher, and how much of it was missed.

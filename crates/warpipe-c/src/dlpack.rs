@@ -6,19 +6,18 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use warpipe::backend::{DevicePtr, Rows};
-use warpipe::{Layout, Publisher, SlotHold, Stream};
+use warpipe::{Layout, SlotHold, Stream};
 use warpipe_dlpack::{
     CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, DLManagedTensor, DLManagedTensorVersioned,
     Exported, Imported, Refusal,
 };
 
-use crate::arguments::{out, out_object, put_unless_null};
-use crate::call::{call, call_on};
+use crate::arguments::{out, out_object};
+use crate::call::call;
 use crate::warpipe_status::WARPIPE_LIMIT_REACHED;
 use crate::{
     Failure, LoanKind, MemoryKind, OnDevice, Received, Result, handle, layout_of, run,
-    warpipe_layout, warpipe_loan, warpipe_memory, warpipe_publisher, warpipe_sample,
-    warpipe_status,
+    warpipe_layout, warpipe_loan, warpipe_memory, warpipe_sample, warpipe_status,
 };
 
 impl From<Refusal> for Failure {
@@ -427,63 +426,4 @@ unsafe fn write_loan<M: Managed>(
         // SAFETY: the caller's promises.
         unsafe { tensor.copy_into(object, &*streams.get(stream)?) }
     })
-}
-
-/// Loans, copies another framework's tensor and sends, in one call: as `warpipe_publisher_loan`,
-/// `warpipe_loan_write_dlpack` and `warpipe_loan_send`. `*sequence`, which may be null, becomes the
-/// sample's number. The tensor stays the caller's.
-///
-/// # Safety
-/// As for `warpipe_loan_write_dlpack`; `sequence` is null or the address of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_publisher_send_dlpack(
-    publisher: *const warpipe_publisher,
-    stream: *mut c_void,
-    tensor: *const DLManagedTensorVersioned,
-    sequence: *mut u64,
-) -> warpipe_status {
-    // SAFETY: the caller's promises.
-    unsafe { send(publisher, stream, tensor, sequence) }
-}
-
-/// As `warpipe_publisher_send_dlpack`, of a tensor of DLPack before 1.0.
-///
-/// # Safety
-/// As for `warpipe_publisher_send_dlpack`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_publisher_send_dlpack_legacy(
-    publisher: *const warpipe_publisher,
-    stream: *mut c_void,
-    tensor: *const DLManagedTensor,
-    sequence: *mut u64,
-) -> warpipe_status {
-    // SAFETY: the caller's promises.
-    unsafe { send(publisher, stream, tensor, sequence) }
-}
-
-/// # Safety
-/// As for [`warpipe_publisher_send_dlpack`].
-unsafe fn send<M: Managed>(
-    publisher: *const warpipe_publisher,
-    stream: *mut c_void,
-    tensor: *const M,
-    sequence: *mut u64,
-) -> warpipe_status {
-    let send = |publisher: &Publisher, stream: &Stream| {
-        // SAFETY: the caller's promise.
-        let tensor = unsafe { read(tensor) }?;
-        tensor.check_place(stream)?;
-        let mut loan = LoanKind::Sample(publisher.loan(&tensor.packed)?);
-        // SAFETY: the caller's promise.
-        unsafe { tensor.copy_into(&mut loan, stream) }?;
-        let LoanKind::Sample(sample) = loan else {
-            unreachable!("made above")
-        };
-        let sent = sample.send(stream).map_err(|unsent| unsent.error)?;
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(sequence, sent) };
-        Ok(())
-    };
-    // SAFETY: the caller's promise.
-    unsafe { call_on(publisher, stream, send) }
 }

@@ -91,11 +91,6 @@ pub(crate) fn reserve<P: Handle>() -> Result<Reserved<P>> {
     P::table().reserve().map(Reserved).ok_or_else(too_many::<P>)
 }
 
-/// As [`reserve`], unless the caller wants no pointer.
-pub(crate) fn reserve_if<P: Handle>(wanted: bool) -> Result<Option<Reserved<P>>> {
-    wanted.then(reserve).transpose()
-}
-
 /// See [`reserve`].
 #[derive(Debug)]
 pub(crate) struct Reserved<P: Handle>(table::Reserved<P::Object>);
@@ -175,8 +170,13 @@ fn parts(pointer: usize) -> (usize, u64) {
     (pointer >> TYPE_SHIFT, key as u64)
 }
 
+/// The number of a pointer's type, or of none.
+pub(crate) fn number_of(pointer: *const c_void) -> usize {
+    parts(pointer.addr()).0
+}
+
 #[cold]
-fn no_key(wanted: &str, pointer: usize) -> Failure {
+pub(crate) fn no_key(wanted: &str, pointer: usize) -> Failure {
     let said = match crate::type_of(parts(pointer).0) {
         _ if pointer == 0 => format!(
             "null was passed for a {wanted}; pass one that is open, and was not sent or released"

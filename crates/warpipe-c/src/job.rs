@@ -5,8 +5,8 @@ use std::ops::Deref;
 
 use warpipe::{JobHandle, Pending, Stream};
 
-use crate::arguments::timeout;
-use crate::call::{get, make_on, read, read_optional};
+use crate::arguments::{put_unless_null, timeout};
+use crate::call::{call, get, make_on, read};
 use crate::{warpipe_sample, warpipe_status};
 
 /// A job that was submitted to a queue, or a request that was sent to a service. Any number of
@@ -98,6 +98,9 @@ pub unsafe extern "C" fn warpipe_job_cancel(
     job: *const warpipe_job,
     was_cancelled: *mut bool,
 ) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { read_optional(job, was_cancelled, |job| Ok(job.cancel()?)) }
+    call(job, |job| {
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(was_cancelled, job.cancel()?) };
+        Ok(())
+    })
 }

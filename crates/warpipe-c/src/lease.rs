@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
 
-use warpipe::{AnswerError, AnswerHandle, Layout, Lease, Loan, Stream};
+use warpipe::{AnswerError, AnswerHandle, Lease, Loan, Stream};
 
 use crate::arguments::{out_object, text, timeout_unless_usual};
 use crate::call::call;
@@ -17,14 +17,6 @@ use crate::{
 /// an answer, it is a failed attempt: another worker tries. The input is a sample of its own.
 pub struct warpipe_lease(());
 
-/// A worker or a server, or an answer that it owes.
-#[derive(Debug)]
-pub(crate) struct Answering<T> {
-    pub(crate) of: T,
-    /// How long an answer usually waits.
-    pub(crate) answer_timeout: Duration,
-}
-
 /// Writes the pointers of a lease and of its input, by a worker or a server.
 ///
 /// # Safety
@@ -37,7 +29,7 @@ pub(crate) unsafe fn make_lease<S, T: 'static>(
     take: impl FnOnce(&mut T, &Stream) -> warpipe::Result<Lease>,
 ) -> warpipe_status
 where
-    S: Handle<Object = OnDevice<Answering<T>>, Guard = Locked<OnDevice<Answering<T>>>>,
+    S: Handle<Object = OnDevice<T>, Guard = Locked<OnDevice<T>>>,
 {
     run(|| {
         // SAFETY: the caller's promise.
@@ -46,10 +38,9 @@ where
         let mut found = handle::find(source)?;
         let OnDevice { object, streams } = &mut *found;
         // SAFETY: the caller's promise.
-        let leased = take(&mut object.of, &*unsafe { streams.get(stream) }?)?;
-        let (sample, of) = Received::split(leased);
-        let answer_timeout = object.answer_timeout;
-        lease.put(owed.fill(found.beside(Answering { of, answer_timeout })));
+        let leased = take(object, &*unsafe { streams.get(stream) }?)?;
+        let (sample, answer) = Received::split(leased);
+        lease.put(owed.fill(found.beside(answer)));
         input.put(received.fill(found.beside(sample)));
         Ok(())
     })
@@ -67,17 +58,15 @@ fn refuse(
 
 /// Sends an answer. One that could not be sent is put back.
 fn answer(
-    owed: &mut Locked<OnDevice<Answering<AnswerHandle>>>,
+    owed: &mut Locked<OnDevice<AnswerHandle>>,
     timeout_ns: u64,
     send: impl FnOnce(AnswerHandle, Duration) -> Result<(), AnswerError>,
 ) -> Result<(), Unpassed> {
     let OnDevice { object, streams } = owed.take();
-    let answer_timeout = object.answer_timeout;
-    let wait = timeout_unless_usual(timeout_ns).unwrap_or(answer_timeout);
-    send(object.of, wait).map_err(|AnswerError { error, returned }| {
+    let wait = timeout_unless_usual(timeout_ns).unwrap_or(object.answer_timeout());
+    send(object, wait).map_err(|AnswerError { error, returned }| {
         // Without one, the queue has received the answer all the same.
-        if let Some(of) = returned.answer_handle.map(|answer| *answer) {
-            let object = Answering { of, answer_timeout };
+        if let Some(object) = returned.answer_handle.map(|answer| *answer) {
             owed.put_back(OnDevice { object, streams });
         }
         let (failure, loan) = (error.into(), returned.output);
@@ -101,9 +90,8 @@ pub unsafe extern "C" fn warpipe_lease_output(
     layout: *const warpipe_layout,
     loan: *mut *mut warpipe_loan,
 ) -> warpipe_status {
-    let output = |owed: &Answering<AnswerHandle>, layout: &Layout| owed.of.output(layout);
     // SAFETY: the caller's promises.
-    unsafe { lend(lease, layout, loan, output, LoanKind::Job) }
+    unsafe { lend(lease, layout, loan, AnswerHandle::output, LoanKind::Job) }
 }
 
 /// Completes the job, once the work enqueued on `stream` so far is done. `stream` is the stream that

@@ -64,10 +64,10 @@ handle::handles! {
     7 warpipe_loan: Locked<OnDevice<loan::LoanKind>>;
     8 warpipe_queue: Found<OnDevice<warpipe::Queue>>;
     9 warpipe_job: Found<OnDevice<job::Submitted>>;
-    10 warpipe_worker: Locked<OnDevice<lease::Answering<warpipe::Worker>>>;
-    11 warpipe_lease: Locked<OnDevice<lease::Answering<warpipe::AnswerHandle>>>;
+    10 warpipe_worker: Locked<OnDevice<warpipe::Worker>>;
+    11 warpipe_lease: Locked<OnDevice<warpipe::AnswerHandle>>;
     13 warpipe_client: Found<OnDevice<warpipe::Client>>;
-    15 warpipe_server: Locked<OnDevice<lease::Answering<warpipe::Server>>>;
+    15 warpipe_server: Locked<OnDevice<warpipe::Server>>;
     16 warpipe_watch: Found<warpipe::QueueWatch>;
     20 warpipe_memory: Found<memory::MemoryObject>;
     21 warpipe_published: Found<warpipe::Published>;

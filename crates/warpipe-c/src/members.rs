@@ -1,14 +1,13 @@
 //! Members: the processes of a domain, with notice when one joins, stalls, leaves or dies.
 
 use std::ffi::c_char;
-use std::os::fd::{AsFd, AsRawFd};
 
 use warpipe::{Change, Error, Member, MemberInfo, MemberOptions, Members, MembersOptions};
 
 use crate::arguments::{
     Options, admitted, fixed, flag, options, put_list, text, text_or_null, timeout,
 };
-use crate::call::{call, get, make, read};
+use crate::call::{call, make, read};
 use crate::{Failure, domain_of, state_of, warpipe_domain, warpipe_status};
 
 /// This process as a member of a domain. Any number of threads may use it. Closed, it leaves the
@@ -257,18 +256,4 @@ pub unsafe extern "C" fn warpipe_members_next_change(
     };
     // SAFETY: the caller's promise.
     unsafe { read(members, "change", change, |members| next_change(members)) }
-}
-
-/// A descriptor for `poll(2)` and `epoll(7)`: readable while `warpipe_members_next_change` has a
-/// change to give. It is the watch's, and ends with it.
-///
-/// # Safety
-/// `fd` is the address of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_members_get_fd(
-    members: *const warpipe_members,
-    fd: *mut i32,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { get(members, "fd", fd, |members| members.as_fd().as_raw_fd()) }
 }

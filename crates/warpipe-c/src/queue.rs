@@ -7,7 +7,7 @@ use warpipe::{
 };
 
 use crate::arguments::{
-    choice, number, out, put_unless_null, slice_mut, text, time, time_option, timeout,
+    choice, number, out, put_list, put_unless_null, text, time, time_option, timeout,
     timeout_unless_usual,
 };
 use crate::call::{call, make_on, make_optional};
@@ -94,16 +94,14 @@ impl warpipe_queue_state {
         workers: *mut i32,
         capacity: usize,
     ) -> Result<()> {
+        let (mut count, pids) = (0, found.workers.iter().copied());
         // SAFETY: the caller's promises.
-        let (state, places) = unsafe {
-            let places = slice_mut("workers", workers, capacity)?;
-            (out("state", state)?, places)
+        let state = unsafe {
+            put_list(("workers", workers, capacity), &mut count, pids)?;
+            out("state", state)?
         };
-        for (place, &pid) in places.iter_mut().zip(&found.workers) {
-            *place = pid;
-        }
         state.put(warpipe_queue_state {
-            workers: found.workers.len(),
+            workers: count,
             waiting: found.waiting,
             leased: found.leased,
             finished: found.finished,
@@ -302,31 +300,6 @@ pub extern "C" fn warpipe_queue_shutdown(
     timeout_ns: u64,
 ) -> warpipe_status {
     call(queue, |queue| Ok(queue.shutdown(timeout(timeout_ns))?))
-}
-
-/// Cancels every job that no worker holds; they have no outcome. Writes the numbers of at most
-/// `capacity` of them to `jobs`. `*count`, which may be null, becomes the number of all.
-///
-/// # Safety
-/// `jobs` is the address of `capacity` numbers, `count` null or that of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_queue_cancel_waiting(
-    queue: *const warpipe_queue,
-    jobs: *mut u64,
-    capacity: usize,
-    count: *mut usize,
-) -> warpipe_status {
-    call(queue, |queue| {
-        // SAFETY: the caller's promise.
-        let places = unsafe { slice_mut("jobs", jobs, capacity) }?;
-        let cancelled = queue.cancel_waiting()?;
-        for (place, &job) in places.iter_mut().zip(&cancelled) {
-            *place = job;
-        }
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(count, cancelled.len()) };
-        Ok(())
-    })
 }
 
 /// Reads how many jobs are in which state, and the process ids of at most `capacity` workers.

@@ -1,14 +1,13 @@
 //! Services: a client sends requests, each with a deadline, and any server of the service answers.
 
 use std::ffi::{c_char, c_void};
-use std::os::fd::{AsFd, AsRawFd};
 
 use warpipe::{Client, ClientOptions, Device, Server, ServerOptions, Stream};
 
 use crate::arguments::{number, text, time, time_option, timeout};
-use crate::call::{call, get, make_on};
+use crate::call::{call, make_on};
 use crate::{
-    Answering, LoanKind, Submitted, device_options, domain_of, lend, make_lease, make_with, pass,
+    LoanKind, Submitted, device_options, domain_of, lend, make_lease, make_with, pass,
     warpipe_device, warpipe_domain, warpipe_job, warpipe_layout, warpipe_lease, warpipe_loan,
     warpipe_queue_state, warpipe_sample, warpipe_status,
 };
@@ -223,10 +222,7 @@ pub unsafe extern "C" fn warpipe_server_create(
             answer_timeout: time(options.answer_timeout_ns, default.answer_timeout),
             clients_max: number(options.clients_max, default.clients_max),
         };
-        Ok(Answering {
-            answer_timeout: options.answer_timeout,
-            of: Server::new(service, options)?,
-        })
+        Ok(Server::new(service, options)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("server", server, options, build) }
@@ -253,19 +249,4 @@ pub unsafe extern "C" fn warpipe_server_accept(
     let take = |server: &mut Server, stream: &Stream| server.accept(stream, timeout(timeout_ns));
     // SAFETY: the caller's promises.
     unsafe { make_lease(server, stream, lease, input, take) }
-}
-
-/// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_server_accept` with a timeout
-/// of 0 is worth a call, and once a second for a look at new clients. Accept until it says
-/// `WARPIPE_TIMEOUT` before waiting on it. It is the server's, and ends with it.
-///
-/// # Safety
-/// `fd` is the address of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_server_get_fd(
-    server: *const warpipe_server,
-    fd: *mut i32,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { get(server, "fd", fd, |it| it.of.as_fd().as_raw_fd()) }
 }

@@ -8,11 +8,11 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use warpipe::{Device, DeviceId, DeviceKind, Stream};
+use warpipe::{Device, DeviceId, DeviceKind, PerProcess, Stream};
 
 use crate::{Failure, Result};
 
@@ -73,41 +73,10 @@ struct Known {
     is_destroyed: AtomicBool,
 }
 
-/// The streams that C has made in this process and not destroyed, and the hosts' default streams.
-#[derive(Debug)]
-struct Owned {
-    process: u32,
-    /// By device and raw handle.
-    streams: Mutex<HashMap<(DeviceId, usize), Stream>>,
-}
-
-/// Those of this process. A forked child begins with none: its parent's streams have no threads
+/// The streams that C has made in this process and not destroyed, and the hosts' default streams, by
+/// device and raw handle. A forked child begins with none: its parent's streams have no threads
 /// there, and another thread may have held their lock.
-fn owned() -> &'static Mutex<HashMap<(DeviceId, usize), Stream>> {
-    static OWNED: AtomicPtr<Owned> = AtomicPtr::new(std::ptr::null_mut());
-    let process = std::process::id();
-    let mut found = OWNED.load(Ordering::Acquire);
-    loop {
-        // SAFETY: null, or from `into_raw` below and never freed once it is placed.
-        if let Some(owned) = unsafe { found.as_ref() }
-            && owned.process == process
-        {
-            return &owned.streams;
-        }
-        let made = Box::into_raw(Box::new(Owned {
-            process,
-            streams: Mutex::default(),
-        }));
-        match OWNED.compare_exchange(found, made, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => found = made,
-            Err(other) => {
-                // SAFETY: from `into_raw` above, and no other thread has seen it.
-                drop(unsafe { Box::from_raw(made) });
-                found = other;
-            }
-        }
-    }
-}
+static OWNED: PerProcess<Mutex<HashMap<(DeviceId, usize), Stream>>> = PerProcess::new();
 
 fn lock<T>(mutex: &Mutex<T>) -> Result<MutexGuard<'_, T>> {
     let start = Instant::now();
@@ -188,7 +157,7 @@ impl Streams {
     #[cold]
     unsafe fn find(&self, raw: *mut c_void) -> Result<Stream> {
         let key = self.owned_key(raw);
-        let mut owned = lock(owned())?;
+        let mut owned = lock(OWNED.get())?;
         if let Some(stream) = owned.get(&key) {
             return Ok(stream.clone());
         }
@@ -214,7 +183,7 @@ impl Streams {
         let stream = self.device.stream()?;
         let raw = stream.raw().0;
         let key = self.owned_key(raw);
-        lock(owned())?.insert(key, stream);
+        lock(OWNED.get())?.insert(key, stream);
         Ok(raw)
     }
 
@@ -224,7 +193,7 @@ impl Streams {
         let taken = if raw.is_null() {
             None
         } else {
-            lock(owned())?.remove(&key)
+            lock(OWNED.get())?.remove(&key)
         };
         // Dropped behind the lock: its end is a call of the driver.
         let Some(_stream) = taken else {

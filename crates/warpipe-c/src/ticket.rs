@@ -5,10 +5,9 @@ use std::ffi::c_char;
 use warpipe::{Device, Domain, Kind, LentBuffer, PublishOptions, Ticket};
 
 use crate::arguments::{Options, admitted, options, put_text, text, timeout};
-use crate::call::{call, make_of};
-use crate::handle::Found;
+use crate::call::{call, make};
 use crate::{
-    MemoryKind, MemoryObject, access_of, domain_of, make_memory_on, owned, run, warpipe_device,
+    MemoryKind, access_of, domain_of, handle, make_memory_on, owned, run, warpipe_device,
     warpipe_domain, warpipe_memory, warpipe_status,
 };
 
@@ -60,7 +59,8 @@ pub unsafe extern "C" fn warpipe_memory_publish(
     options: *const warpipe_publish_options,
     published: *mut *mut warpipe_published,
 ) -> warpipe_status {
-    let publish = |memory: &mut Found<MemoryObject>| {
+    let publish = || {
+        let memory = handle::find(memory)?;
         // SAFETY: the caller's promises.
         let (name, options) = unsafe { (text("name", name)?, self::options(options)?) };
         // SAFETY: the caller's promise.
@@ -71,10 +71,10 @@ pub unsafe extern "C" fn warpipe_memory_publish(
             allow_uids,
             allow_gids,
         };
-        Ok(owned(memory)?.publish(name, options)?)
+        Ok(owned(&memory)?.publish(name, options)?)
     };
     // SAFETY: the caller's promise.
-    unsafe { make_of(memory, "published", published, publish) }
+    unsafe { make("published", published, publish) }
 }
 
 /// A ticket for the `bytes` bytes from byte `offset` on, or for all of them from there where `bytes`

@@ -1,9 +1,7 @@
 //! Tells an event loop that the jobs of a queue, or the requests of a client, have changed.
 
-use std::os::fd::{AsFd, AsRawFd};
-
-use crate::call::{call, get, make_of};
-use crate::{warpipe_client, warpipe_queue, warpipe_status};
+use crate::call::{call, make};
+use crate::{handle, warpipe_client, warpipe_queue, warpipe_status};
 
 /// A descriptor of one event loop for a queue's or a client's results. Any number of threads may
 /// use it. Its descriptor ends with it.
@@ -24,7 +22,7 @@ pub unsafe extern "C" fn warpipe_queue_watch(
     watch: *mut *mut warpipe_watch,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { make_of(queue, "watch", watch, |queue| Ok(queue.watch()?)) }
+    unsafe { make("watch", watch, || Ok(handle::find(queue)?.watch()?)) }
 }
 
 /// As `warpipe_queue_watch`, for the requests of a client.
@@ -37,25 +35,11 @@ pub unsafe extern "C" fn warpipe_client_watch(
     watch: *mut *mut warpipe_watch,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe { make_of(client, "watch", watch, |client| Ok(client.watch()?)) }
+    unsafe { make("watch", watch, || Ok(handle::find(client)?.watch()?)) }
 }
 
-/// The descriptor for `poll(2)` and `epoll(7)`. When it is readable, call `warpipe_watch_quiet` and
-/// then, with a timeout of 0, `warpipe_queue_next_result` or `warpipe_job_wait`,
-/// in this order. It is the watch's, and ends with it.
-///
-/// # Safety
-/// `fd` is the address of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_watch_get_fd(
-    watch: *const warpipe_watch,
-    fd: *mut i32,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { get(watch, "fd", fd, |watch| watch.as_fd().as_raw_fd()) }
-}
-
-/// Makes the descriptor unreadable until the next change.
+/// Makes the descriptor unreadable until the next change. When it is readable, call this and then,
+/// with a timeout of 0, `warpipe_queue_next_result` or `warpipe_job_wait`, in this order.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_watch_quiet(watch: *const warpipe_watch) -> warpipe_status {
     call(watch, |watch| {

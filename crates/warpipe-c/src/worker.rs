@@ -1,14 +1,12 @@
 //! Workers: they lease jobs of a queue.
 
 use std::ffi::{c_char, c_void};
-use std::os::fd::{AsFd, AsRawFd};
 
 use warpipe::{Device, Stream, Worker, WorkerOptions};
 
 use crate::arguments::{number, text, time, timeout};
-use crate::call::get;
 use crate::{
-    Answering, device_options, domain_of, make_lease, make_with, warpipe_device, warpipe_domain,
+    device_options, domain_of, make_lease, make_with, warpipe_device, warpipe_domain,
     warpipe_lease, warpipe_sample, warpipe_status,
 };
 
@@ -72,10 +70,7 @@ pub unsafe extern "C" fn warpipe_worker_open(
             handshake_timeout: time(options.handshake_timeout_ns, default.handshake_timeout),
             answer_timeout: time(options.answer_timeout_ns, default.answer_timeout),
         };
-        Ok(Answering {
-            answer_timeout: options.answer_timeout,
-            of: Worker::open(queue, options, wait)?,
-        })
+        Ok(Worker::open(queue, options, wait)?)
     };
     // SAFETY: the caller's promises.
     unsafe { make_with("worker", worker, options, open) }
@@ -106,19 +101,4 @@ pub unsafe extern "C" fn warpipe_worker_lease(
     let take = |worker: &mut Worker, stream: &Stream| worker.lease(stream, timeout(timeout_ns));
     // SAFETY: the caller's promises.
     unsafe { make_lease(worker, stream, lease, input, take) }
-}
-
-/// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_worker_lease` with a timeout
-/// of 0 is worth a call. Lease until it says `WARPIPE_TIMEOUT` before waiting on it. It is the
-/// worker's, and ends with it.
-///
-/// # Safety
-/// `fd` is the address of a number.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_worker_get_fd(
-    worker: *const warpipe_worker,
-    fd: *mut i32,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { get(worker, "fd", fd, |it| it.of.as_fd().as_raw_fd()) }
 }

@@ -77,10 +77,12 @@ fn a_strided_tensor_is_sent_in_row_major_order_and_stays_the_callers() {
     let tensor = foreign(vec![0, 1, 2, 3, 4, 5], &[3, 2], &[1, 3], &deleted);
     let layout: warpipe_layout = get!(warpipe_dlpack_get_layout(tensor));
     assert_eq!((layout.rank, layout.shape[0], layout.bytes), (2, 3, 24));
-    let sequence: u64 = get!(warpipe_publisher_send_dlpack(
-        publisher,
+    let loan = get!(warpipe_publisher_loan(publisher, &layout));
+    ok!(warpipe_loan_write_dlpack(loan, fixture.stream, tensor));
+    let sequence: u64 = get!(warpipe_loan_send(
+        loan,
         fixture.stream,
-        tensor
+        WARPIPE_USUAL_TIMEOUT
     ));
     assert_eq!((sequence, deleted.load(Ordering::SeqCst)), (1, 0));
     delete(tensor);
@@ -108,30 +110,32 @@ fn a_tensor_of_another_shape_device_or_version_is_refused_and_the_loan_stays() {
     let (publisher, subscriber) = fixture.channel(c"tensors");
     let deleted = Arc::new(AtomicUsize::new(0));
     let tensor = foreign(vec![1, 2, 3, 4], &[4], &[1], &deleted);
-    let loan = get!(warpipe_publisher_loan(publisher, &bytes_layout(16)));
+    let wrong = get!(warpipe_publisher_loan(publisher, &bytes_layout(16)));
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_loan_write_dlpack(loan, fixture.stream, tensor)
+        warpipe_loan_write_dlpack(wrong, fixture.stream, tensor)
     );
+    ok!(warpipe_loan_discard(wrong, fixture.stream));
+    let layout: warpipe_layout = get!(warpipe_dlpack_get_layout(tensor));
+    let loan = get!(warpipe_publisher_loan(publisher, &layout));
     fails!(
         WARPIPE_INVALID_INPUT,
         warpipe_loan_write_dlpack(loan, fixture.stream, none())
     );
-    let mut sequence = 0;
     // SAFETY: a live tensor, which nothing else uses.
     unsafe { (*tensor).dl_tensor.device.device_type = warpipe_dlpack::CUDA };
     let said = fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_publisher_send_dlpack(publisher, fixture.stream, tensor, &mut sequence)
+        warpipe_loan_write_dlpack(loan, fixture.stream, tensor)
     );
     assert!(said.contains("host"), "{said}");
     // SAFETY: as above.
     unsafe { (*tensor).version.major = 2 };
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_publisher_send_dlpack(publisher, fixture.stream, tensor, &mut sequence)
+        warpipe_loan_write_dlpack(loan, fixture.stream, tensor)
     );
-    assert_eq!((sequence, deleted.load(Ordering::SeqCst)), (0, 0));
+    assert_eq!(deleted.load(Ordering::SeqCst), 0);
     delete(tensor);
     ok!(warpipe_loan_discard(loan, fixture.stream));
     ok!(warpipe_close(subscriber));

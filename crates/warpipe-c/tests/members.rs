@@ -137,7 +137,7 @@ fn a_watch_lists_members_and_reports_that_they_join_and_leave() {
 fn the_descriptor_is_readable_while_a_change_is_there() {
     let fixture = Fixture::new();
     let members = watch(&fixture);
-    let fd: i32 = get!(warpipe_members_get_fd(members));
+    let fd: i32 = get!(warpipe_get_fd(members.cast()));
     // SAFETY: the watch, which is closed below, keeps it open.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let is_readable = |timeout| wait_readable(fd, timeout).expect("poll(2)");

@@ -250,7 +250,7 @@ fn a_second_thread_may_not_use_a_worker_that_leases() {
     });
     let mut fd = 0;
     assert!(eventually(Duration::from_nanos(LONG), || {
-        call!(warpipe_worker_get_fd(jobs.worker, &mut fd)) == warpipe_status::WARPIPE_INVALID_STATE
+        call!(warpipe_get_fd(jobs.worker.cast(), &mut fd)) == warpipe_status::WARPIPE_INVALID_STATE
     }));
     let (mut lease, mut input) = (none(), none());
     let stream = jobs.fixture.stream;

@@ -181,7 +181,7 @@ fn a_rejected_request_says_why() {
     let mut reply = none();
     let watch: *mut warpipe_watch = get!(warpipe_client_watch(service.client));
     while !get!(warpipe_job_is_done(pending)) {
-        assert!(becomes_readable(get!(warpipe_watch_get_fd(watch))));
+        assert!(becomes_readable(get!(warpipe_get_fd(watch.cast()))));
         ok!(warpipe_watch_quiet(watch));
     }
     ok!(warpipe_close(watch));
@@ -229,7 +229,7 @@ fn a_second_thread_may_not_use_a_server_that_accepts() {
     });
     let mut fd = 0;
     assert!(eventually(Duration::from_nanos(LONG), || {
-        call!(warpipe_server_get_fd(service.server, &mut fd))
+        call!(warpipe_get_fd(service.server.cast(), &mut fd))
             == warpipe_status::WARPIPE_INVALID_STATE
     }));
     let (mut lease, mut input) = (none(), none());
@@ -249,7 +249,7 @@ fn a_second_thread_may_not_use_a_server_that_accepts() {
 fn a_servers_descriptor_is_readable_when_a_request_comes() {
     let service = Service::new();
     let (server, stream) = (service.server, service.fixture.stream);
-    let fd: i32 = get!(warpipe_server_get_fd(server));
+    let fd: i32 = get!(warpipe_get_fd(server.cast()));
     let pending = service.request(b"question");
     let (mut lease, mut input): (*mut warpipe_lease, _) = (none(), none());
     while lease.is_null() {
@@ -363,10 +363,7 @@ fn invalid_names_options_and_pointers_are_refused() {
         WARPIPE_TIMEOUT,
         warpipe_server_accept(service.server, stream, 0, &mut lease, &mut input)
     );
-    fails!(
-        WARPIPE_INVALID_OBJECT,
-        warpipe_server_get_fd(none(), &mut fd)
-    );
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_get_fd(none(), &mut fd));
     ok!(warpipe_close(none::<c_void>()));
     let server = service.server;
     service.close();

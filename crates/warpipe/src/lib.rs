@@ -161,6 +161,8 @@ pub use error::{
     Language, LimitFault, Loss, NameFault, PeerLimit, PointerKind, Result, Returned, StateFault,
     WeightsDifference, WeightsFault, WeightsFileFault,
 };
+#[doc(hidden)] // For the C interface.
+pub use fork::per_process::PerProcess;
 pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use kernel::{HostKernel, Kernel, KernelLaunch};

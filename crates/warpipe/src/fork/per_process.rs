@@ -18,7 +18,7 @@ use crate::mutex::LockUnpoisoned;
 
 /// A value of each process: a forked child begins with a fresh one, and never touches or drops its
 /// parent's. A value, once made, is never freed.
-pub(crate) struct PerProcess<T>(AtomicPtr<PerProcessValue<T>>);
+pub struct PerProcess<T>(AtomicPtr<PerProcessValue<T>>);
 
 struct PerProcessValue<T> {
     owner_process: OwnerProcess,
@@ -26,12 +26,14 @@ struct PerProcessValue<T> {
 }
 
 impl<T: Default + Send + Sync> PerProcess<T> {
-    pub(crate) const fn new() -> PerProcess<T> {
+    /// Without a value yet.
+    #[expect(clippy::new_without_default, reason = "for statics alone")]
+    pub const fn new() -> PerProcess<T> {
         PerProcess(AtomicPtr::new(ptr::null_mut()))
     }
 
     /// This process's value. Takes no lock.
-    pub(crate) fn get(&self) -> &T {
+    pub fn get(&self) -> &T {
         let owner_process = OwnerProcess::current();
         let mut known = self.0.load(Acquire);
         loop {

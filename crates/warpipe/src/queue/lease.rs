@@ -3,6 +3,7 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::loan::Loan;
 use super::wire::{Answer, AnswerKind, DeliveryTag, user_of_job};
@@ -20,14 +21,16 @@ use crate::wait::Wait;
 pub(super) struct AnswerPublisher {
     pub(super) publisher: Publisher,
     pub(super) queue_pid: i32,
+    timeout: Duration,
     owner_process: OwnerProcess,
 }
 
 impl AnswerPublisher {
-    pub(super) fn new(publisher: Publisher, queue_pid: i32) -> AnswerPublisher {
+    pub(super) fn new(publisher: Publisher, queue_pid: i32, timeout: Duration) -> AnswerPublisher {
         AnswerPublisher {
             publisher,
             queue_pid,
+            timeout,
             owner_process: OwnerProcess::current(),
         }
     }
@@ -131,6 +134,12 @@ impl AnswerHandle {
             .publisher
             .loan(layout)
             .map(|sample| Loan::of_lease(sample, self.tag))
+    }
+
+    /// The worker's [timeout](super::WorkerOptions::answer_timeout). For bindings.
+    #[doc(hidden)]
+    pub fn answer_timeout(&self) -> Duration {
+        self.answers.timeout
     }
 
     /// [`output`](Self::output) with a wait of its own, which does not borrow the handle: another

@@ -99,7 +99,7 @@ impl Worker {
         let queue_pid = jobs.publisher().map(|it| it.pid).unwrap_or_default();
         Ok(Worker {
             jobs,
-            answers: Arc::new(AnswerPublisher::new(answers, queue_pid)),
+            answers: Arc::new(AnswerPublisher::new(answers, queue_pid, timeout)),
         })
     }
 
