@@ -1587,13 +1587,19 @@ warpipe_status warpipe_loan_get_info(const warpipe_loan *loan, warpipe_loan_info
 // Requires: metadata is the address of bytes bytes.
 warpipe_status warpipe_loan_set_metadata(warpipe_loan *loan, const void *metadata, size_t bytes);
 
-// Copies the slot's whole contents, layout.bytes bytes, from memory of the host, in the stream's
-// order. The source may be reused when the call returns.
+// Copies the slot's whole contents, layout.bytes bytes, or those of the part with this name, from
+// memory of the host, in the stream's order; part may be null. The source may be reused when the
+// call returns.
 //
-// WARPIPE_INVALID_INPUT unless bytes is that many; WARPIPE_DEVICE_FAILED.
+// WARPIPE_INVALID_INPUT unless bytes is that many, or if there is no such part;
+// WARPIPE_DEVICE_FAILED.
 //
-// Requires: data is the address of bytes bytes; stream is a stream of the endpoint's device.
-warpipe_status warpipe_loan_write(warpipe_loan *loan, void *stream, const void *data, size_t bytes);
+// Requires: part is null or a text, data the address of bytes bytes; stream is a stream of the endpoint's device.
+warpipe_status warpipe_loan_write(warpipe_loan *loan,
+                                  void *stream,
+                                  const char *part,
+                                  const void *data,
+                                  size_t bytes);
 
 // Sends a publisher's loan to every subscriber, behind the work enqueued on stream so far.
 // *sequence, which may be null, becomes its number, from 1. Does not wait for the device, but up
@@ -1825,17 +1831,6 @@ warpipe_status warpipe_loan_add_part(warpipe_loan *loan,
                                      warpipe_host_function release,
                                      void *argument);
 
-// warpipe_loan_write, of the part of this name.
-//
-// WARPIPE_INVALID_INPUT if there is none; as warpipe_loan_write.
-//
-// Requires: name is a text. The rest as for warpipe_loan_write.
-warpipe_status warpipe_loan_write_part(warpipe_loan *loan,
-                                       void *stream,
-                                       const char *name,
-                                       const void *data,
-                                       size_t bytes);
-
 // Lists the parts of a loan, at most capacity of them; none of a loan of one tensor. *count
 // becomes the number of all.
 //
@@ -1862,17 +1857,6 @@ warpipe_status warpipe_loan_get_part(const warpipe_loan *loan,
 warpipe_status warpipe_sample_get_part(const warpipe_sample *sample,
                                        const char *name,
                                        warpipe_part *part);
-
-// warpipe_sample_copy_to, of the part of this name.
-//
-// WARPIPE_INVALID_INPUT if there is none; as warpipe_sample_copy_to.
-//
-// Requires: name is a text. The rest as for warpipe_sample_copy_to.
-warpipe_status warpipe_sample_copy_part_to(const warpipe_sample *sample,
-                                           const char *name,
-                                           void *buffer,
-                                           size_t bytes,
-                                           uint64_t timeout_ns);
 
 // Lists the parts of a sample, at most capacity of them; none of a sample of one tensor. *count
 // becomes the number of all.
@@ -2092,12 +2076,15 @@ warpipe_status warpipe_sample_wait(const warpipe_sample *sample, uint64_t timeou
 // Requires: is_complete is the address of a bool.
 warpipe_status warpipe_sample_is_complete(const warpipe_sample *sample, bool *is_complete);
 
-// Waits for the data and copies the whole slot, layout.bytes bytes, to memory of the host.
+// Waits for the data and copies the whole slot, layout.bytes bytes, or those of the part with this
+// name, to memory of the host. part may be null.
 //
-// WARPIPE_DATA_LOST; WARPIPE_TIMEOUT; WARPIPE_INVALID_INPUT unless bytes is that many.
+// WARPIPE_DATA_LOST; WARPIPE_TIMEOUT; WARPIPE_INVALID_INPUT unless bytes is that many, or if
+// there is no such part.
 //
-// Requires: buffer is the address of bytes bytes that nothing else uses during the call.
+// Requires: part is null or a text, buffer is the address of bytes bytes that nothing else uses during the call.
 warpipe_status warpipe_sample_copy_to(const warpipe_sample *sample,
+                                      const char *part,
                                       void *buffer,
                                       size_t bytes,
                                       uint64_t timeout_ns);

@@ -462,7 +462,7 @@ public:
   template <class T> std::vector<T> to_vector(Duration timeout) const {
     detail::check_elements<T>(part_.layout);
     std::vector<T> copy(part_.layout.bytes / sizeof(T));
-    check(warpipe_sample_copy_part_to(sample_, part_.name, copy.data(), copy.size() * sizeof(T),
+    check(warpipe_sample_copy_to(sample_, part_.name, copy.data(), copy.size() * sizeof(T),
                                       nanoseconds(timeout)));
     return copy;
   }
@@ -480,7 +480,7 @@ public:
   template <class T = void> T *data() const noexcept { return at<T>(); }
   // Copies the whole contents from memory of the host.
   void write(void *stream, const void *data, std::size_t bytes) {
-    check(warpipe_loan_write_part(loan_, stream, part_.name, data, bytes));
+    check(warpipe_loan_write(loan_, stream, part_.name, data, bytes));
   }
   template <class T> void write(void *stream, const std::vector<T> &data) {
     detail::check_elements<T>(part_.layout);
@@ -558,7 +558,7 @@ public:
   template <class T> std::vector<T> to_vector(Duration timeout) const {
     detail::check_elements<T>(info_.layout);
     std::vector<T> copy(info_.layout.bytes / sizeof(T));
-    check(warpipe_sample_copy_to(get(), copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
+    check(warpipe_sample_copy_to(get(), nullptr, copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
     return copy;
   }
 
@@ -622,7 +622,7 @@ public:
   }
   // Copies the whole contents from memory of the host.
   void write(void *stream, const void *data, std::size_t bytes) {
-    check(warpipe_loan_write(get(), stream, data, bytes));
+    check(warpipe_loan_write(get(), stream, nullptr, data, bytes));
   }
   template <class T> void write(void *stream, const std::vector<T> &data) {
     detail::check_elements<T>(info_.layout);

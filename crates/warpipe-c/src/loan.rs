@@ -1,13 +1,14 @@
 //! Memory on loan: to be filled, then sent, submitted, or given as an answer.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::ops::Deref;
 
 use warpipe::{Layout, Loan, SampleMut, Stream};
 
-use crate::arguments::{put_unless_null, slice, timeout_unless_usual};
+use crate::arguments::{put_unless_null, slice, text_or_null, timeout_unless_usual};
 use crate::call::{call, get, make_beside};
 use crate::handle::{self, Handle};
+use crate::streams::Streams;
 use crate::{Failure, OnDevice, Result, layout_of, run, warpipe_layout, warpipe_status};
 
 /// Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
@@ -103,28 +104,36 @@ pub(crate) struct Unpassed {
     pub(crate) loan: Option<Box<Loan>>,
 }
 
-/// Passes a loan of a queue, a client or a lease to `work`. One that `work` returns stays the
-/// caller's.
+/// Passes a loan to `work`. One that `work` returns with its failure stays the caller's.
+fn give<R>(
+    loan: *mut warpipe_loan,
+    work: impl FnOnce(LoanKind, &Streams) -> Result<R, (Failure, Option<LoanKind>)>,
+) -> Result<R> {
+    let mut lent = handle::find(loan)?;
+    let OnDevice { object, streams } = lent.take();
+    work(object, &streams).map_err(|(failure, returned)| {
+        if let Some(object) = returned {
+            lent.put_back(OnDevice { object, streams });
+        }
+        failure
+    })
+}
+
+/// Passes a loan of a queue, a client or a lease to `work`.
 pub(crate) fn pass<R, E: Into<Unpassed>>(
     loan: *mut warpipe_loan,
     work: impl FnOnce(Loan) -> Result<R, E>,
 ) -> Result<R> {
-    let mut lent = handle::find(loan)?;
-    let OnDevice { object, streams } = lent.take();
-    let (failure, loan) = match object {
-        LoanKind::Job(loan) => match work(loan).map_err(E::into) {
-            Ok(result) => return Ok(result),
-            Err(Unpassed { failure, loan }) => (failure, loan.map(|loan| LoanKind::Job(*loan))),
-        },
-        loan @ LoanKind::Sample(_) => {
+    give(loan, |loan, _| match loan {
+        LoanKind::Job(loan) => work(loan).map_err(|failed| {
+            let Unpassed { failure, loan } = failed.into();
+            (failure, loan.map(|loan| LoanKind::Job(*loan)))
+        }),
+        sample => {
             let failure = Failure::state("this loan is a publisher's; send it");
-            (failure, Some(loan))
+            Err((failure, Some(sample)))
         }
-    };
-    if let Some(object) = loan {
-        lent.put_back(OnDevice { object, streams });
-    }
-    Err(failure)
+    })
 }
 
 /// Describes a loan: its address and layout.
@@ -168,27 +177,34 @@ pub unsafe extern "C" fn warpipe_loan_set_metadata(
     })
 }
 
-/// Copies the slot's whole contents, `layout.bytes` bytes, from memory of the host, in the stream's
-/// order. The source may be reused when the call returns.
+/// Copies the slot's whole contents, `layout.bytes` bytes, or those of the part with this name, from
+/// memory of the host, in the stream's order; `part` may be null. The source may be reused when the
+/// call returns.
 ///
-/// `WARPIPE_INVALID_INPUT` unless `bytes` is that many; `WARPIPE_DEVICE_FAILED`.
+/// `WARPIPE_INVALID_INPUT` unless `bytes` is that many, or if there is no such part;
+/// `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
-/// `data` is the address of `bytes` bytes; `stream` is a stream of the endpoint's device.
+/// `part` is null or a text, `data` the address of `bytes` bytes; `stream` is a stream of the endpoint's device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_loan_write(
     loan: *mut warpipe_loan,
     stream: *mut c_void,
+    part: *const c_char,
     data: *const c_void,
     bytes: usize,
 ) -> warpipe_status {
     call(loan, |lent| {
-        // SAFETY: the caller's promise.
-        let data = unsafe { slice("data", data.cast::<u8>(), bytes) }?;
         let OnDevice { object, streams } = &mut **lent;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { streams.get(stream) }?;
-        object.write(&stream, data)
+        // SAFETY: the caller's promises.
+        let (part, data, stream) = unsafe {
+            let data = slice("data", data.cast::<u8>(), bytes)?;
+            (text_or_null("part", part)?, data, streams.get(stream)?)
+        };
+        match part {
+            Some(part) => Ok(object.of_publisher()?.write_part(&stream, part, data)?),
+            None => object.write(&stream, data),
+        }
     })
 }
 
@@ -212,36 +228,30 @@ pub unsafe extern "C" fn warpipe_loan_send(
     timeout_ns: u64,
     sequence: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        let send = |sample: SampleMut, stream: &Stream| match timeout_unless_usual(timeout_ns) {
-            Some(timeout) => sample.send_within(stream, timeout),
-            None => sample.send(stream),
-        };
-        let mut lent = handle::find(loan)?;
-        let OnDevice { object, streams } = lent.take();
+    let send = |loan, streams: &Streams| {
         // SAFETY: the caller's promise.
-        let (failure, loan) = match (unsafe { streams.get(stream) }, object) {
-            (Ok(stream), LoanKind::Sample(sample)) => match send(sample, &stream) {
-                Ok(sent) => {
-                    // SAFETY: the caller's promise.
-                    unsafe { put_unless_null(sequence, sent) };
-                    return Ok(());
-                }
-                Err(unsent) => {
-                    let loan = unsent.returned.map(|sample| LoanKind::Sample(*sample));
-                    (unsent.error.into(), loan)
-                }
-            },
-            (Ok(_), loan @ LoanKind::Job(_)) => {
+        let (stream, sample) = match (unsafe { streams.get(stream) }, loan) {
+            (Ok(stream), LoanKind::Sample(sample)) => (stream, sample),
+            (Ok(_), loan) => {
                 let said = "this loan is not a publisher's; submit it, or answer with it";
-                (Failure::state(said), Some(loan))
+                return Err((Failure::state(said), Some(loan)));
             }
-            (Err(failure), loan) => (failure, Some(loan)),
+            (Err(failure), loan) => return Err((failure, Some(loan))),
         };
-        if let Some(object) = loan {
-            lent.put_back(OnDevice { object, streams });
-        }
-        Err(failure)
+        let sent = match timeout_unless_usual(timeout_ns) {
+            Some(timeout) => sample.send_within(&stream, timeout),
+            None => sample.send(&stream),
+        };
+        sent.map_err(|unsent| {
+            let returned = unsent.returned.map(|sample| LoanKind::Sample(*sample));
+            (unsent.error.into(), returned)
+        })
+    };
+    run(|| {
+        let sent = give(loan, send)?;
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(sequence, sent) };
+        Ok(())
     })
 }
 

@@ -4,10 +4,10 @@ use std::ffi::{CStr, c_char, c_void};
 
 use warpipe::{Layout, Part, Publisher, Sample};
 
-use crate::arguments::{fixed, put_list, slice, slice_mut, text, timeout};
+use crate::arguments::{fixed, put_list, slice, text};
 use crate::call::{call, make_beside, read};
 use crate::{
-    Failure, HostCall, LoanKind, OnDevice, Owner, Result, handle, layout_of, warpipe_host_function,
+    Failure, HostCall, LoanKind, Owner, Result, handle, layout_of, warpipe_host_function,
     warpipe_layout, warpipe_loan, warpipe_published, warpipe_publisher, warpipe_sample,
     warpipe_status,
 };
@@ -44,14 +44,11 @@ impl warpipe_part {
     }
 
     fn name(&self) -> Result<&str> {
-        // The same bytes, whatever the sign of C's characters.
-        let bytes = self.name.map(|byte| byte as u8);
-        let length = CStr::from_bytes_until_nul(&bytes).map(|name| name.count_bytes());
+        // SAFETY: the bytes of the array, whatever the sign of C's characters.
+        let bytes = unsafe { slice("name", self.name.as_ptr().cast::<u8>(), self.name.len()) }?;
+        let name = CStr::from_bytes_until_nul(bytes).ok();
         let wrong = || Failure::argument("name", "a name without an end, or not UTF-8", "a text");
-        let length = length.map_err(|_| wrong())?;
-        // SAFETY: so many bytes of the array, of the same size.
-        let name = unsafe { slice("name", self.name.as_ptr().cast::<u8>(), length) }?;
-        std::str::from_utf8(name).map_err(|_| wrong())
+        name.and_then(|name| name.to_str().ok()).ok_or_else(wrong)
     }
 }
 
@@ -118,30 +115,6 @@ pub unsafe extern "C" fn warpipe_loan_add_part(
     })
 }
 
-/// `warpipe_loan_write`, of the part of this name.
-///
-/// `WARPIPE_INVALID_INPUT` if there is none; as `warpipe_loan_write`.
-///
-/// # Safety
-/// `name` is a text. The rest as for `warpipe_loan_write`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_loan_write_part(
-    loan: *mut warpipe_loan,
-    stream: *mut c_void,
-    name: *const c_char,
-    data: *const c_void,
-    bytes: usize,
-) -> warpipe_status {
-    call(loan, |lent| {
-        // SAFETY: the caller's promises.
-        let (name, data) = unsafe { (text("name", name)?, slice("data", data.cast(), bytes)?) };
-        let OnDevice { object, streams } = &mut **lent;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { streams.get(stream) }?;
-        Ok(object.of_publisher()?.write_part(&stream, name, data)?)
-    })
-}
-
 /// Lists the parts of a loan, at most `capacity` of them; none of a loan of one tensor. `*count`
 /// becomes the number of all.
 ///
@@ -200,30 +173,6 @@ pub unsafe extern "C" fn warpipe_sample_get_part(
     };
     // SAFETY: the caller's promise.
     unsafe { read(sample, "part", part, |found| find(&found.sample)) }
-}
-
-/// `warpipe_sample_copy_to`, of the part of this name.
-///
-/// `WARPIPE_INVALID_INPUT` if there is none; as `warpipe_sample_copy_to`.
-///
-/// # Safety
-/// `name` is a text. The rest as for `warpipe_sample_copy_to`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_sample_copy_part_to(
-    sample: *const warpipe_sample,
-    name: *const c_char,
-    buffer: *mut c_void,
-    bytes: usize,
-    timeout_ns: u64,
-) -> warpipe_status {
-    call(sample, |found| {
-        // SAFETY: the caller's promise.
-        let name = unsafe { text("name", name) }?;
-        // SAFETY: the caller's promise; bytes of any value are valid.
-        let buffer = unsafe { slice_mut("buffer", buffer.cast(), bytes) }?;
-        let wait = timeout(timeout_ns);
-        Ok(found.sample.copy_part_to(name, buffer, wait)?)
-    })
 }
 
 /// Lists the parts of a sample, at most `capacity` of them; none of a sample of one tensor. `*count`

@@ -1,10 +1,10 @@
 //! Memory that was received: samples of a channel, and the inputs and results of jobs and requests.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 
 use warpipe::{AnswerHandle, JobResult, Lease, Sample, Stream};
 
-use crate::arguments::{out, slice_mut, timeout};
+use crate::arguments::{out, slice_mut, text_or_null, timeout};
 use crate::call::{call, call_on, make_optional, read};
 use crate::{handle, run, warpipe_layout, warpipe_status};
 
@@ -213,23 +213,33 @@ pub unsafe extern "C" fn warpipe_sample_is_complete(
     }
 }
 
-/// Waits for the data and copies the whole slot, `layout.bytes` bytes, to memory of the host.
+/// Waits for the data and copies the whole slot, `layout.bytes` bytes, or those of the part with this
+/// name, to memory of the host. `part` may be null.
 ///
-/// `WARPIPE_DATA_LOST`; `WARPIPE_TIMEOUT`; `WARPIPE_INVALID_INPUT` unless `bytes` is that many.
+/// `WARPIPE_DATA_LOST`; `WARPIPE_TIMEOUT`; `WARPIPE_INVALID_INPUT` unless `bytes` is that many, or if
+/// there is no such part.
 ///
 /// # Safety
-/// `buffer` is the address of `bytes` bytes that nothing else uses during the call.
+/// `part` is null or a text, `buffer` is the address of `bytes` bytes that nothing else uses during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_sample_copy_to(
     sample: *const warpipe_sample,
+    part: *const c_char,
     buffer: *mut c_void,
     bytes: usize,
     timeout_ns: u64,
 ) -> warpipe_status {
     call(sample, |found| {
-        // SAFETY: the caller's promise; bytes of any value are valid.
-        let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
-        Ok(found.sample.copy_to(buffer, timeout(timeout_ns))?)
+        // SAFETY: the caller's promises; bytes of any value are valid.
+        let (part, buffer) = unsafe {
+            let buffer = slice_mut("buffer", buffer.cast::<u8>(), bytes)?;
+            (text_or_null("part", part)?, buffer)
+        };
+        let (sample, wait) = (&found.sample, timeout(timeout_ns));
+        Ok(match part {
+            Some(part) => sample.copy_part_to(part, buffer, wait),
+            None => sample.copy_to(buffer, wait),
+        }?)
     })
 }
 

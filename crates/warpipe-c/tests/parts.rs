@@ -39,16 +39,10 @@ fn the_parts_of_a_loan_arrive_by_name_and_wrong_ones_are_refused() {
     for (name, byte, bytes) in [(c"image", 1, 6), (c"depth", 2, 4)] {
         let data: [u8; 8] = [byte; 8];
         let (name, data) = (name.as_ptr(), data.as_ptr().cast());
-        ok!(warpipe_loan_write_part(
-            loan,
-            fixture.stream,
-            name,
-            data,
-            bytes
-        ));
+        ok!(warpipe_loan_write(loan, fixture.stream, name, data, bytes));
         fails!(
             WARPIPE_INVALID_INPUT,
-            warpipe_loan_write_part(loan, fixture.stream, name, data, bytes + 1)
+            warpipe_loan_write(loan, fixture.stream, name, data, bytes + 1)
         );
     }
     ok!(warpipe_loan_send(
@@ -69,6 +63,7 @@ fn the_parts_of_a_loan_arrive_by_name_and_wrong_ones_are_refused() {
     let mut bytes = [0u8; 260];
     ok!(warpipe_sample_copy_to(
         sample,
+        none(),
         bytes.as_mut_ptr().cast(),
         260,
         LONG

@@ -79,12 +79,12 @@ fn a_call_returns_the_reply_of_a_server() {
             leased(|lease, input| ok!(warpipe_server_accept(server, stream, LONG, lease, input)));
         let mut bytes = [0u8; 5];
         let buffer = bytes.as_mut_ptr().cast();
-        ok!(warpipe_sample_copy_to(input, buffer, 5, LONG));
+        ok!(warpipe_sample_copy_to(input, none(), buffer, 5, LONG));
         ok!(warpipe_sample_finish(input, LONG));
         bytes.make_ascii_uppercase();
         let output = get!(warpipe_lease_output(lease, &bytes_layout(5)));
         let data = bytes.as_ptr().cast();
-        ok!(warpipe_loan_write(output, stream, data, 5));
+        ok!(warpipe_loan_write(output, stream, none(), data, 5));
         ok!(warpipe_lease_complete(
             lease,
             output,

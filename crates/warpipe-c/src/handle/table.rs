@@ -101,12 +101,7 @@ impl<T> Table<T> {
     /// An entry for one more object, unless there are [`ENTRIES_MAX`].
     #[inline]
     pub(crate) fn reserve(&'static self) -> Option<Reserved<T>> {
-        let (slot, index) = self.take_free().or_else(|| self.take_new())?;
-        Some(Reserved(Entry {
-            table: self,
-            slot,
-            index,
-        }))
+        self.take_free().or_else(|| self.take_new()).map(Reserved)
     }
 
     /// The object of a key, shared with other calls.
@@ -151,52 +146,49 @@ impl<T> Table<T> {
     #[inline]
     fn entry(&'static self, key: u64) -> Result<Entry<T>, Refusal> {
         let index = (key & ((1 << INDEX_BITS) - 1)) as u32;
-        let slot = self.slot(index).ok_or(Refusal::Closed)?;
-        Ok(Entry {
-            table: self,
-            slot,
-            index,
-        })
+        self.entry_at(index).ok_or(Refusal::Closed)
     }
 
     /// An entry, if its page is there.
     #[inline]
-    fn slot(&'static self, index: u32) -> Option<&'static Slot<T>> {
+    fn entry_at(&'static self, index: u32) -> Option<Entry<T>> {
         let (page, place) = position(index);
         let first = self.pages.get(page)?.load(Acquire);
         if first.is_null() {
             return None;
         }
         // SAFETY: a page has as many entries as `position` counts, and is never freed.
-        Some(unsafe { &*first.add(place) })
+        let slot = unsafe { &*first.add(place) };
+        let table = self;
+        Some(Entry { table, slot, index })
     }
 
-    fn take_free(&'static self) -> Option<(&'static Slot<T>, u32)> {
+    fn take_free(&'static self) -> Option<Entry<T>> {
         let mut head = self.free.load(Acquire);
         loop {
             let index = (head as u32).checked_sub(1)?;
-            let slot = self.slot(index)?;
+            let entry = self.entry_at(index)?;
             // Another thread may take it now, and change this: then the head has changed, too.
-            let next = slot.next.load(Relaxed);
+            let next = entry.slot.next.load(Relaxed);
             match self
                 .free
                 .compare_exchange(head, changed(head, next), AcqRel, Acquire)
             {
-                Ok(_) => return Some((slot, index)),
+                Ok(_) => return Some(entry),
                 Err(found) => head = found,
             }
         }
     }
 
     #[cold]
-    fn take_new(&'static self) -> Option<(&'static Slot<T>, u32)> {
+    fn take_new(&'static self) -> Option<Entry<T>> {
         let next = |used| (used < ENTRIES_MAX).then_some(used + 1);
         let index = self.used.fetch_update(Relaxed, Relaxed, next).ok()?;
         let (page, _) = position(index);
         if self.pages[page].load(Acquire).is_null() {
             self.add_page(page);
         }
-        Some((self.slot(index)?, index))
+        self.entry_at(index)
     }
 
     /// Not behind a lock: two threads may make one page, and one of them is freed.

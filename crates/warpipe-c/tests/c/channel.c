@@ -68,7 +68,7 @@ static int subscribe(void) {
     CHECK(memcmp(info.metadata, &number, sizeof number) == 0);
     float found[21];
     CHECK(info.layout.bytes <= sizeof found);
-    OK(warpipe_sample_copy_to(sample, found, info.layout.bytes, LIMIT));
+    OK(warpipe_sample_copy_to(sample, NULL, found, info.layout.bytes, LIMIT));
     for (uint64_t index = 0; index < info.layout.bytes / sizeof(float); index++)
       CHECK(found[index] == value(number, index));
     if (number % 2 == 0) {
@@ -86,7 +86,7 @@ static int subscribe(void) {
   OK(warpipe_sample_get_info(sample, &info));
   CHECK(info.is_in_place && info.layout.bytes == sizeof IN_PLACE);
   char found[sizeof IN_PLACE];
-  OK(warpipe_sample_copy_to(sample, found, sizeof found, LIMIT));
+  OK(warpipe_sample_copy_to(sample, NULL, found, sizeof found, LIMIT));
   CHECK(memcmp(found, IN_PLACE, sizeof found) == 0);
   OK(warpipe_sample_finish(sample, LIMIT));
   FAILS(warpipe_subscriber_receive(subscriber, stream, LIMIT, &sample), WARPIPE_PEER_GONE,
@@ -129,7 +129,7 @@ int main(int count, char **arguments) {
     float data[21];
     for (uint64_t index = 0; index < layout.bytes / sizeof(float); index++)
       data[index] = value(number, index);
-    OK(warpipe_loan_write(loan, stream, data, layout.bytes));
+    OK(warpipe_loan_write(loan, stream, NULL, data, layout.bytes));
     OK(warpipe_loan_set_metadata(loan, &number, sizeof number));
     uint64_t sequence = 0;
     OK(warpipe_loan_send(loan, stream, WARPIPE_USUAL_TIMEOUT, &sequence));

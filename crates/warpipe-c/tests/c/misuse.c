@@ -20,9 +20,9 @@ static void of_objects(warpipe_device *device, void *stream) {
   FAILS(warpipe_publisher_loan(publisher, &layout, NULL), WARPIPE_INVALID_INPUT, "loan is null");
 
   OK(warpipe_publisher_loan(publisher, &layout, &loan));
-  FAILS(warpipe_loan_write(loan, stream, "abc", 3), WARPIPE_INVALID_INPUT, "4");
+  FAILS(warpipe_loan_write(loan, stream, NULL, "abc", 3), WARPIPE_INVALID_INPUT, "4");
   FAILS(warpipe_loan_set_metadata(loan, "abc", 5000), WARPIPE_INVALID_INPUT, "4096");
-  OK(warpipe_loan_write(loan, stream, "abcd", 4));
+  OK(warpipe_loan_write(loan, stream, NULL, "abcd", 4));
   OK(warpipe_loan_send(loan, stream, WARPIPE_USUAL_TIMEOUT, NULL));
   FAILS(warpipe_loan_send(loan, stream, WARPIPE_USUAL_TIMEOUT, NULL), WARPIPE_INVALID_OBJECT, "closed");
   FAILS(warpipe_loan_discard(loan, stream), WARPIPE_INVALID_OBJECT, "closed");

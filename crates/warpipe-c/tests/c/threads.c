@@ -41,7 +41,7 @@ static void *receive_all(void *argument) {
     const warpipe_status status = warpipe_subscriber_receive(subscriber, stream, SECOND / 100, &sample);
     if (status == WARPIPE_OK) {
       char found[6];
-      OK(warpipe_sample_copy_to(sample, found, sizeof found, LIMIT));
+      OK(warpipe_sample_copy_to(sample, NULL, found, sizeof found, LIMIT));
       CHECK(memcmp(found, "thread", sizeof found) == 0);
       OK(warpipe_sample_finish(sample, LIMIT));
       atomic_fetch_add(&received, 1);

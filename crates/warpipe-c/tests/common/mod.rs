@@ -193,7 +193,13 @@ impl Fixture {
     /// Fills a loan.
     pub fn write(&self, loan: *mut warpipe_loan, bytes: &[u8]) {
         let data = bytes.as_ptr().cast();
-        ok!(warpipe_loan_write(loan, self.stream, data, bytes.len()));
+        ok!(warpipe_loan_write(
+            loan,
+            self.stream,
+            none(),
+            data,
+            bytes.len()
+        ));
     }
 
     /// Reads a sample.
@@ -201,7 +207,13 @@ impl Fixture {
         let info: warpipe_sample_info = get!(warpipe_sample_get_info(sample));
         let mut bytes = vec![0; info.layout.bytes as usize];
         let buffer = bytes.as_mut_ptr().cast();
-        ok!(warpipe_sample_copy_to(sample, buffer, bytes.len(), LONG));
+        ok!(warpipe_sample_copy_to(
+            sample,
+            none(),
+            buffer,
+            bytes.len(),
+            LONG
+        ));
         bytes
     }
 
