@@ -107,12 +107,12 @@ pub(crate) struct Unpassed {
 /// Passes a loan to `work`. One that `work` returns with its failure stays the caller's.
 fn give<R>(
     loan: *mut warpipe_loan,
-    work: impl FnOnce(LoanKind, &Streams) -> Result<R, (Failure, Option<LoanKind>)>,
+    work: impl FnOnce(LoanKind, &Streams) -> Result<R, (Failure, Option<Box<LoanKind>>)>,
 ) -> Result<R> {
     let mut lent = handle::find(loan)?;
     let OnDevice { object, streams } = lent.take();
     work(object, &streams).map_err(|(failure, returned)| {
-        if let Some(object) = returned {
+        if let Some(object) = returned.map(|loan| *loan) {
             lent.put_back(OnDevice { object, streams });
         }
         failure
@@ -127,11 +127,11 @@ pub(crate) fn pass<R, E: Into<Unpassed>>(
     give(loan, |loan, _| match loan {
         LoanKind::Job(loan) => work(loan).map_err(|failed| {
             let Unpassed { failure, loan } = failed.into();
-            (failure, loan.map(|loan| LoanKind::Job(*loan)))
+            (failure, loan.map(|loan| Box::new(LoanKind::Job(*loan))))
         }),
         sample => {
             let failure = Failure::state("this loan is a publisher's; send it");
-            Err((failure, Some(sample)))
+            Err((failure, Some(Box::new(sample))))
         }
     })
 }
@@ -234,16 +234,18 @@ pub unsafe extern "C" fn warpipe_loan_send(
             (Ok(stream), LoanKind::Sample(sample)) => (stream, sample),
             (Ok(_), loan) => {
                 let said = "this loan is not a publisher's; submit it, or answer with it";
-                return Err((Failure::state(said), Some(loan)));
+                return Err((Failure::state(said), Some(Box::new(loan))));
             }
-            (Err(failure), loan) => return Err((failure, Some(loan))),
+            (Err(failure), loan) => return Err((failure, Some(Box::new(loan)))),
         };
         let sent = match timeout_unless_usual(timeout_ns) {
             Some(timeout) => sample.send_within(&stream, timeout),
             None => sample.send(&stream),
         };
         sent.map_err(|unsent| {
-            let returned = unsent.returned.map(|sample| LoanKind::Sample(*sample));
+            let returned = unsent
+                .returned
+                .map(|sample| Box::new(LoanKind::Sample(*sample)));
             (unsent.error.into(), returned)
         })
     };
