@@ -347,8 +347,8 @@ typedef struct warpipe_watch warpipe_watch;
 typedef struct warpipe_worker warpipe_worker;
 
 // Options of warpipe_timeline_create, warpipe_event_create, warpipe_semaphore_create and
-// warpipe_allocation_server_create. Begin with {.size = sizeof(warpipe_create_options)}; a field
-// that is 0 has its default.
+// warpipe_allocation_server_create. Begin with {.size = sizeof(warpipe_create_options)}; a
+// field that is 0 has its default.
 typedef struct {
   // sizeof(warpipe_create_options).
   size_t size;
@@ -357,8 +357,8 @@ typedef struct {
   // The device of its streams; the first GPU by default, else the host.
   const warpipe_device *device;
   // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too. Each can write a semaphore's page: a wrong one can take permits that are not its own, and
-  // let in more than the maximum.
+  // too. Each can write a semaphore's page: a wrong one can take permits that are not its own,
+  // and let in more than the maximum.
   const uint32_t *allow_uids;
   // How many those are.
   size_t allow_uids_count;
@@ -369,7 +369,8 @@ typedef struct {
 } warpipe_create_options;
 
 // Options of warpipe_timeline_open, warpipe_event_open, warpipe_semaphore_open,
-// warpipe_pool_client_open and warpipe_allocation_client_open. Begin with {.size = sizeof(warpipe_open_options)}; a field that is 0 has its default.
+// warpipe_pool_client_open and warpipe_allocation_client_open. Begin with
+// {.size = sizeof(warpipe_open_options)}; a field that is 0 has its default.
 typedef struct {
   // sizeof(warpipe_open_options).
   size_t size;
@@ -928,19 +929,20 @@ warpipe_status warpipe_allocation_server_create(const char *name,
 // (warpipe_allocation_client_open_share): for several, share it several times.
 //
 // Memory of the virtual memory functions (cuMemCreate, cuMemMap), made to be exported by
-// descriptors as PyTorch's expandable segments are, comes as such, of all allocations in the range;
-// it stays valid when this process dies. Memory of cudaMalloc comes as a legacy handle.
+// descriptors as PyTorch's expandable segments are, comes as such, of all allocations in the
+// range; it stays valid when this process dies. Memory of cudaMalloc comes as a legacy handle.
 //
 // release may be null. It is called once with context, on a thread of this library, when the
-// receiver has released the memory and its device is past it, when the receiver is proven dead, when
-// the share is withdrawn, or when the server is closed; and before the return of a call that fails.
+// receiver has released the memory and its device is past it, when the receiver is proven dead,
+// when the share is withdrawn, or when the server is closed; and before the return of a call that
+// fails.
 //
 // WARPIPE_INVALID_INPUT for memory that cannot be exported, 0 bytes, a stream of another device,
 // or beyond 65,535 shares; WARPIPE_INVALID_STATE for a stream that is being captured;
 // WARPIPE_DEVICE_FAILED.
 //
-// Requires: The memory stays allocated until release is called, or the server is closed; any thread may call
-// release. stream is a stream of the server's device, number the address of a number.
+// Requires: The memory stays allocated until release is called, or the server is closed; any thread may
+// call release. stream is a stream of the server's device, number the address of a number.
 warpipe_status warpipe_allocation_server_share(const warpipe_allocation_server *server,
                                                void *stream,
                                                uint64_t data,
@@ -1021,9 +1023,9 @@ warpipe_status warpipe_publisher_loan(const warpipe_publisher *publisher,
 // (cuMemAlloc): gone when this process is, and subscribers, of this user alone, can also write
 // it.
 //
-// release(argument) is called once: when the loan is discarded, or no subscriber reads the tensor
-// any more, because each has released it or is dead; also if this call fails. Nothing writes the
-// tensor meanwhile. release may be null.
+// release(argument) is called once: when the loan is discarded, or no subscriber reads the
+// tensor any more, because each has released it or is dead; also if this call fails. Nothing
+// writes the tensor meanwhile. release may be null.
 //
 // WARPIPE_INVALID_INPUT for bytes that do not lie in the memory, memory of another device or
 // domain than the publisher's, or other memory than warpipe_legacy_export takes; as
@@ -1486,11 +1488,11 @@ warpipe_status warpipe_lease_output(const warpipe_lease *lease,
                                     const warpipe_layout *layout,
                                     warpipe_loan **loan);
 
-// Completes the job, once the work enqueued on stream so far is done. stream is the stream that
-// the job was leased with, or was made to wait for that one. loan is the result, a loan of warpipe_lease_output of this lease, which the work
-// on stream fills; or null, for none. Waits up to timeout_ns nanoseconds for the submitter to
-// release earlier results (WARPIPE_USUAL_TIMEOUT: as long as the worker's options say), but not
-// for the device.
+// Completes the job, once the work enqueued on stream so far is done. stream is the stream
+// that the job was leased with, or was made to wait for that one. loan is the result, a loan of
+// warpipe_lease_output of this lease, which the work on stream fills; or null, for none. Waits
+// up to timeout_ns nanoseconds for the submitter to release earlier results
+// (WARPIPE_USUAL_TIMEOUT: as long as the worker's options say), but not for the device.
 //
 // Closes lease and loan when it succeeds, and also when the driver fails after the submitter
 // has seen the answer (WARPIPE_DEVICE_FAILED). Else both stay the caller's, to be answered again
@@ -1587,14 +1589,15 @@ warpipe_status warpipe_loan_get_info(const warpipe_loan *loan, warpipe_loan_info
 // Requires: metadata is the address of bytes bytes.
 warpipe_status warpipe_loan_set_metadata(warpipe_loan *loan, const void *metadata, size_t bytes);
 
-// Copies the slot's whole contents, layout.bytes bytes, or those of the part with this name, from
-// memory of the host, in the stream's order; part may be null. The source may be reused when the
-// call returns.
+// Copies the slot's whole contents, layout.bytes bytes, or those of the part with this name,
+// from memory of the host, in the stream's order; part may be null. The source may be reused
+// when the call returns.
 //
 // WARPIPE_INVALID_INPUT unless bytes is that many, or if there is no such part;
 // WARPIPE_DEVICE_FAILED.
 //
-// Requires: part is null or a text, data the address of bytes bytes; stream is a stream of the endpoint's device.
+// Requires: part is null or a text, data the address of bytes bytes; stream is a stream of the
+// endpoint's device.
 warpipe_status warpipe_loan_write(warpipe_loan *loan,
                                   void *stream,
                                   const char *part,
@@ -1788,26 +1791,27 @@ warpipe_status warpipe_memory_free_on(warpipe_memory *memory, void *stream);
 // Closes an object of any type, once; a type says what that ends. It may be called while another
 // thread is in a call on the object, which ends when that call returns. Null is ignored.
 //
-// WARPIPE_INVALID_OBJECT for a pointer that is closed, was consumed by a call, or is no object of
-// this library: nothing is read there.
+// WARPIPE_INVALID_OBJECT for a pointer that is closed, was consumed by a call, or is no object
+// of this library: nothing is read there.
 warpipe_status warpipe_close(void *object);
 
-// A descriptor for poll(2) and epoll(7) of a subscriber, a worker, a server, a watch or members:
-// readable when its next call with a timeout of 0 (warpipe_subscriber_receive,
+// A descriptor for poll(2) and epoll(7) of a subscriber, a worker, a server, a watch or
+// members: readable when its next call with a timeout of 0 (warpipe_subscriber_receive,
 // warpipe_worker_lease, warpipe_server_accept, warpipe_members_next_change) is worth making,
 // a server's also once a second for a look at new clients. Call until that says WARPIPE_TIMEOUT
-// before waiting on it; for a watch see warpipe_watch_quiet. It is the object's, and ends with it.
+// before waiting on it; for a watch see warpipe_watch_quiet. It is the object's, and ends with
+// it.
 //
 // Requires: fd is the address of a number.
-warpipe_status warpipe_get_fd(const void *object,
-                              int32_t *fd);
+warpipe_status warpipe_get_fd(const void *object, int32_t *fd);
 
 // Lends memory for several tensors, which warpipe_loan_send sends as one sample: parts has the
 // names and layouts of count of them. Each begins at a multiple of 256 bytes; the loan's own
 // layout is that of all their bytes. warpipe_loan_list_parts says where they lie.
 //
-// WARPIPE_INVALID_INPUT for names that are alike, empty or no UTF-8, and for more than 127 parts,
-// or more names and layouts than a sample's metadata has room for; as warpipe_publisher_loan.
+// WARPIPE_INVALID_INPUT for names that are alike, empty or no UTF-8, and for more than 127
+// parts, or more names and layouts than a sample's metadata has room for; as
+// warpipe_publisher_loan.
 //
 // Requires: parts is the address of count structures. The rest as for warpipe_publisher_loan.
 warpipe_status warpipe_publisher_loan_parts(const warpipe_publisher *publisher,
@@ -1816,13 +1820,13 @@ warpipe_status warpipe_publisher_loan_parts(const warpipe_publisher *publisher,
                                             warpipe_loan **loan);
 
 // Adds a part to a loan of warpipe_publisher_loan_parts: it is sent where it lies. With memory
-// it begins at byte offset of that, as for warpipe_publisher_loan_in; without, offset is the
-// device address of its first byte, as for warpipe_publisher_loan_at. release(argument) is
-// called once, as for those, also if this call fails.
+// it begins at byte offset of that; without, offset is the device address of its first byte,
+// as for warpipe_publisher_loan_in. release(argument) is called once, as for that, also if
+// this call fails.
 //
-// Fails as those do, and with WARPIPE_INVALID_INPUT for another loan.
+// Fails as that does, and with WARPIPE_INVALID_INPUT for another loan.
 //
-// Requires: name is a text. The rest as for those.
+// Requires: name is a text. The rest as for that.
 warpipe_status warpipe_loan_add_part(warpipe_loan *loan,
                                      const char *name,
                                      const warpipe_published *memory,
@@ -1858,8 +1862,8 @@ warpipe_status warpipe_sample_get_part(const warpipe_sample *sample,
                                        const char *name,
                                        warpipe_part *part);
 
-// Lists the parts of a sample, at most capacity of them; none of a sample of one tensor. *count
-// becomes the number of all.
+// Lists the parts of a sample, at most capacity of them; none of a sample of one tensor.
+// *count becomes the number of all.
 //
 // Requires: parts is the address of capacity structures, count that of a number.
 warpipe_status warpipe_sample_list_parts(const warpipe_sample *sample,
@@ -2076,13 +2080,14 @@ warpipe_status warpipe_sample_wait(const warpipe_sample *sample, uint64_t timeou
 // Requires: is_complete is the address of a bool.
 warpipe_status warpipe_sample_is_complete(const warpipe_sample *sample, bool *is_complete);
 
-// Waits for the data and copies the whole slot, layout.bytes bytes, or those of the part with this
-// name, to memory of the host. part may be null.
+// Waits for the data and copies the whole slot, layout.bytes bytes, or those of the part with
+// this name, to memory of the host. part may be null.
 //
-// WARPIPE_DATA_LOST; WARPIPE_TIMEOUT; WARPIPE_INVALID_INPUT unless bytes is that many, or if
-// there is no such part.
+// WARPIPE_DATA_LOST; WARPIPE_TIMEOUT; WARPIPE_INVALID_INPUT unless bytes is that many, or
+// if there is no such part.
 //
-// Requires: part is null or a text, buffer is the address of bytes bytes that nothing else uses during the call.
+// Requires: part is null or a text, buffer is the address of bytes bytes that nothing else uses during
+// the call.
 warpipe_status warpipe_sample_copy_to(const warpipe_sample *sample,
                                       const char *part,
                                       void *buffer,
@@ -2297,11 +2302,11 @@ warpipe_status warpipe_memory_publish(const warpipe_memory *memory,
                                       const warpipe_publish_options *options,
                                       warpipe_published **published);
 
-// A ticket for the bytes bytes from byte offset on, or for all of them from there where bytes
-// is 0, valid until the publication is closed: a text of some hundred letters, digits, colons and
-// hyphens, to be sent in any way. It is no secret and gives no right: the owner checks each
-// client's credentials. A process that opens it reaches no other bytes through this library, but
-// maps all of the memory.
+// A ticket for the bytes bytes from byte offset on, or for all of them from there where
+// bytes is 0, valid until the publication is closed: a text of some hundred letters, digits,
+// colons and hyphens, to be sent in any way. It is no secret and gives no right: the owner checks
+// each client's credentials. A process that opens it reaches no other bytes through this library,
+// but maps all of the memory.
 //
 // The text is written to buffer with a zero at its end. *length becomes its length without
 // that, also if the buffer is too short; length may be null.
@@ -2484,8 +2489,8 @@ warpipe_status warpipe_worker_open(const char *queue,
 // wait, on the device, until the input is complete: kernels enqueued on it read complete data.
 //
 // *lease, the answer, is the caller's, to be closed by warpipe_lease_complete and its like or
-// warpipe_close; so is *input, by warpipe_sample_release_on and its like, behind every stream
-// with work that reads it, before the answer or after.
+// warpipe_close; so is *input, by warpipe_sample_release_on and its like, behind every
+// stream with work that reads it, before the answer or after.
 //
 // WARPIPE_TIMEOUT; WARPIPE_PEER_GONE when the queue has: then a worker's loop is done;
 // WARPIPE_LINK_CLOSED when the queue, which lives, has ended this worker's link;

@@ -1,6 +1,7 @@
 //! The forms of a call from C. It finds an object by its pointer, and then does something
-//! ([`call`], [`call_on`]), writes a value to a place of the caller's ([`read`]), or gives the caller the pointer of a new object ([`make`] and its like). A
-//! new object's entry in the table is reserved first: nothing is done if the table is full.
+//! ([`call`], [`call_on`]), writes a value to a place of the caller's ([`read`]), or gives the
+//! caller the pointer of a new object ([`make`] and its like). A new object's entry in the table is
+//! reserved first: nothing is done if the table is full.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;

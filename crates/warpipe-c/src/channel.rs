@@ -269,9 +269,9 @@ impl Drop for Owner {
 /// (`cuMemAlloc`): gone when this process is, and subscribers, of this user alone, can also write
 /// it.
 ///
-/// `release(argument)` is called once: when the loan is discarded, or no subscriber reads the tensor
-/// any more, because each has released it or is dead; also if this call fails. Nothing writes the
-/// tensor meanwhile. `release` may be null.
+/// `release(argument)` is called once: when the loan is discarded, or no subscriber reads the
+/// tensor any more, because each has released it or is dead; also if this call fails. Nothing
+/// writes the tensor meanwhile. `release` may be null.
 ///
 /// `WARPIPE_INVALID_INPUT` for bytes that do not lie in the memory, memory of another device or
 /// domain than the publisher's, or other memory than `warpipe_legacy_export` takes; as

@@ -143,8 +143,8 @@ pub(crate) fn find_optional<P: Handle>(pointer: *const P) -> Result<Option<P::Gu
     find(pointer).map(Some)
 }
 
-/// Ends a pointer of any type. Its object is dropped here, or by the last call that uses it. Null is
-/// nothing to close, as for `free(3)`.
+/// Ends a pointer of any type. Its object is dropped here, or by the last call that uses it. Null
+/// is nothing to close, as for `free(3)`.
 pub(crate) fn close(pointer: *mut c_void) -> Result<()> {
     let (number, key) = parts(pointer.addr());
     match crate::type_of(number) {

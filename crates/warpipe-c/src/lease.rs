@@ -94,11 +94,11 @@ pub unsafe extern "C" fn warpipe_lease_output(
     unsafe { lend(lease, layout, loan, AnswerHandle::output, LoanKind::Job) }
 }
 
-/// Completes the job, once the work enqueued on `stream` so far is done. `stream` is the stream that
-/// the job was leased with, or was made to wait for that one. `loan` is the result, a loan of `warpipe_lease_output` of this lease, which the work
-/// on `stream` fills; or null, for none. Waits up to `timeout_ns` nanoseconds for the submitter to
-/// release earlier results (`WARPIPE_USUAL_TIMEOUT`: as long as the worker's options say), but not
-/// for the device.
+/// Completes the job, once the work enqueued on `stream` so far is done. `stream` is the stream
+/// that the job was leased with, or was made to wait for that one. `loan` is the result, a loan of
+/// `warpipe_lease_output` of this lease, which the work on `stream` fills; or null, for none. Waits
+/// up to `timeout_ns` nanoseconds for the submitter to release earlier results
+/// (`WARPIPE_USUAL_TIMEOUT`: as long as the worker's options say), but not for the device.
 ///
 /// Closes `lease` and `loan` when it succeeds, and also when the driver fails after the submitter
 /// has seen the answer (`WARPIPE_DEVICE_FAILED`). Else both stay the caller's, to be answered again

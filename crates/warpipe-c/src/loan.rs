@@ -177,15 +177,16 @@ pub unsafe extern "C" fn warpipe_loan_set_metadata(
     })
 }
 
-/// Copies the slot's whole contents, `layout.bytes` bytes, or those of the part with this name, from
-/// memory of the host, in the stream's order; `part` may be null. The source may be reused when the
-/// call returns.
+/// Copies the slot's whole contents, `layout.bytes` bytes, or those of the part with this name,
+/// from memory of the host, in the stream's order; `part` may be null. The source may be reused
+/// when the call returns.
 ///
 /// `WARPIPE_INVALID_INPUT` unless `bytes` is that many, or if there is no such part;
 /// `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
-/// `part` is null or a text, `data` the address of `bytes` bytes; `stream` is a stream of the endpoint's device.
+/// `part` is null or a text, `data` the address of `bytes` bytes; `stream` is a stream of the
+/// endpoint's device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_loan_write(
     loan: *mut warpipe_loan,

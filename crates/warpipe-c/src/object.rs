@@ -13,18 +13,19 @@ use crate::{
 /// Closes an object of any type, once; a type says what that ends. It may be called while another
 /// thread is in a call on the object, which ends when that call returns. Null is ignored.
 ///
-/// `WARPIPE_INVALID_OBJECT` for a pointer that is closed, was consumed by a call, or is no object of
-/// this library: nothing is read there.
+/// `WARPIPE_INVALID_OBJECT` for a pointer that is closed, was consumed by a call, or is no object
+/// of this library: nothing is read there.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_close(object: *mut c_void) -> warpipe_status {
     run(|| handle::close(object))
 }
 
-/// A descriptor for `poll(2)` and `epoll(7)` of a subscriber, a worker, a server, a watch or members:
-/// readable when its next call with a timeout of 0 (`warpipe_subscriber_receive`,
+/// A descriptor for `poll(2)` and `epoll(7)` of a subscriber, a worker, a server, a watch or
+/// members: readable when its next call with a timeout of 0 (`warpipe_subscriber_receive`,
 /// `warpipe_worker_lease`, `warpipe_server_accept`, `warpipe_members_next_change`) is worth making,
 /// a server's also once a second for a look at new clients. Call until that says `WARPIPE_TIMEOUT`
-/// before waiting on it; for a watch see `warpipe_watch_quiet`. It is the object's, and ends with it.
+/// before waiting on it; for a watch see `warpipe_watch_quiet`. It is the object's, and ends with
+/// it.
 ///
 /// # Safety
 /// `fd` is the address of a number.

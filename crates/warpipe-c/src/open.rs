@@ -13,8 +13,8 @@ use crate::{
 };
 
 /// Options of `warpipe_timeline_create`, `warpipe_event_create`, `warpipe_semaphore_create` and
-/// `warpipe_allocation_server_create`. Begin with `{.size = sizeof(warpipe_create_options)}`; a field
-/// that is 0 has its default.
+/// `warpipe_allocation_server_create`. Begin with `{.size = sizeof(warpipe_create_options)}`; a
+/// field that is 0 has its default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct warpipe_create_options {
@@ -25,8 +25,8 @@ pub struct warpipe_create_options {
     /// The device of its streams; the first GPU by default, else the host.
     pub device: *const warpipe_device,
     /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too. Each can write a semaphore's page: a wrong one can take permits that are not its own, and
-    /// let in more than the maximum.
+    /// too. Each can write a semaphore's page: a wrong one can take permits that are not its own,
+    /// and let in more than the maximum.
     pub allow_uids: *const u32,
     /// How many those are.
     pub allow_uids_count: usize,
@@ -63,7 +63,8 @@ pub(crate) unsafe fn create<P: Handle<Object = OnDevice<T>>, T>(
 }
 
 /// Options of `warpipe_timeline_open`, `warpipe_event_open`, `warpipe_semaphore_open`,
-/// `warpipe_pool_client_open` and `warpipe_allocation_client_open`. Begin with `{.size = sizeof(warpipe_open_options)}`; a field that is 0 has its default.
+/// `warpipe_pool_client_open` and `warpipe_allocation_client_open`. Begin with
+/// `{.size = sizeof(warpipe_open_options)}`; a field that is 0 has its default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct warpipe_open_options {

@@ -56,8 +56,9 @@ impl warpipe_part {
 /// names and layouts of `count` of them. Each begins at a multiple of 256 bytes; the loan's own
 /// layout is that of all their bytes. `warpipe_loan_list_parts` says where they lie.
 ///
-/// `WARPIPE_INVALID_INPUT` for names that are alike, empty or no UTF-8, and for more than 127 parts,
-/// or more names and layouts than a sample's metadata has room for; as `warpipe_publisher_loan`.
+/// `WARPIPE_INVALID_INPUT` for names that are alike, empty or no UTF-8, and for more than 127
+/// parts, or more names and layouts than a sample's metadata has room for; as
+/// `warpipe_publisher_loan`.
 ///
 /// # Safety
 /// `parts` is the address of `count` structures. The rest as for `warpipe_publisher_loan`.
@@ -83,14 +84,14 @@ pub unsafe extern "C" fn warpipe_publisher_loan_parts(
 }
 
 /// Adds a part to a loan of `warpipe_publisher_loan_parts`: it is sent where it lies. With `memory`
-/// it begins at byte `offset` of that, as for `warpipe_publisher_loan_in`; without, `offset` is the
-/// device address of its first byte, as for `warpipe_publisher_loan_at`. `release(argument)` is
-/// called once, as for those, also if this call fails.
+/// it begins at byte `offset` of that; without, `offset` is the device address of its first byte,
+/// as for `warpipe_publisher_loan_in`. `release(argument)` is called once, as for that, also if
+/// this call fails.
 ///
-/// Fails as those do, and with `WARPIPE_INVALID_INPUT` for another loan.
+/// Fails as that does, and with `WARPIPE_INVALID_INPUT` for another loan.
 ///
 /// # Safety
-/// `name` is a text. The rest as for those.
+/// `name` is a text. The rest as for that.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_loan_add_part(
     loan: *mut warpipe_loan,
@@ -175,8 +176,8 @@ pub unsafe extern "C" fn warpipe_sample_get_part(
     unsafe { read(sample, "part", part, |found| find(&found.sample)) }
 }
 
-/// Lists the parts of a sample, at most `capacity` of them; none of a sample of one tensor. `*count`
-/// becomes the number of all.
+/// Lists the parts of a sample, at most `capacity` of them; none of a sample of one tensor.
+/// `*count` becomes the number of all.
 ///
 /// # Safety
 /// `parts` is the address of `capacity` structures, `count` that of a number.

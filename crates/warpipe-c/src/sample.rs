@@ -213,14 +213,15 @@ pub unsafe extern "C" fn warpipe_sample_is_complete(
     }
 }
 
-/// Waits for the data and copies the whole slot, `layout.bytes` bytes, or those of the part with this
-/// name, to memory of the host. `part` may be null.
+/// Waits for the data and copies the whole slot, `layout.bytes` bytes, or those of the part with
+/// this name, to memory of the host. `part` may be null.
 ///
-/// `WARPIPE_DATA_LOST`; `WARPIPE_TIMEOUT`; `WARPIPE_INVALID_INPUT` unless `bytes` is that many, or if
-/// there is no such part.
+/// `WARPIPE_DATA_LOST`; `WARPIPE_TIMEOUT`; `WARPIPE_INVALID_INPUT` unless `bytes` is that many, or
+/// if there is no such part.
 ///
 /// # Safety
-/// `part` is null or a text, `buffer` is the address of `bytes` bytes that nothing else uses during the call.
+/// `part` is null or a text, `buffer` is the address of `bytes` bytes that nothing else uses during
+/// the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_sample_copy_to(
     sample: *const warpipe_sample,

@@ -73,8 +73,8 @@ struct Known {
     is_destroyed: AtomicBool,
 }
 
-/// The streams that C has made in this process and not destroyed, and the hosts' default streams, by
-/// device and raw handle. A forked child begins with none: its parent's streams have no threads
+/// The streams that C has made in this process and not destroyed, and the hosts' default streams,
+/// by device and raw handle. A forked child begins with none: its parent's streams have no threads
 /// there, and another thread may have held their lock.
 static OWNED: PerProcess<Mutex<HashMap<(DeviceId, usize), Stream>>> = PerProcess::new();
 

@@ -77,11 +77,11 @@ pub unsafe extern "C" fn warpipe_memory_publish(
     unsafe { make("published", published, publish) }
 }
 
-/// A ticket for the `bytes` bytes from byte `offset` on, or for all of them from there where `bytes`
-/// is 0, valid until the publication is closed: a text of some hundred letters, digits, colons and
-/// hyphens, to be sent in any way. It is no secret and gives no right: the owner checks each
-/// client's credentials. A process that opens it reaches no other bytes through this library, but
-/// maps all of the memory.
+/// A ticket for the `bytes` bytes from byte `offset` on, or for all of them from there where
+/// `bytes` is 0, valid until the publication is closed: a text of some hundred letters, digits,
+/// colons and hyphens, to be sent in any way. It is no secret and gives no right: the owner checks
+/// each client's credentials. A process that opens it reaches no other bytes through this library,
+/// but maps all of the memory.
 ///
 /// The text is written to `buffer` with a zero at its end. `*length` becomes its length without
 /// that, also if the buffer is too short; `length` may be null.

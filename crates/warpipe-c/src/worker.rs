@@ -80,8 +80,8 @@ pub unsafe extern "C" fn warpipe_worker_open(
 /// wait, on the device, until the input is complete: kernels enqueued on it read complete data.
 ///
 /// `*lease`, the answer, is the caller's, to be closed by `warpipe_lease_complete` and its like or
-/// `warpipe_close`; so is `*input`, by `warpipe_sample_release_on` and its like, behind every stream
-/// with work that reads it, before the answer or after.
+/// `warpipe_close`; so is `*input`, by `warpipe_sample_release_on` and its like, behind every
+/// stream with work that reads it, before the answer or after.
 ///
 /// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` when the queue has: then a worker's loop is done;
 /// `WARPIPE_LINK_CLOSED` when the queue, which lives, has ended this worker's link;
