@@ -116,7 +116,14 @@ pub fn build_wheel(workspace: &Workspace, platform: &Platform, folder: &Path) ->
     let tools = wheel_tools(workspace)?;
     let unwinder = unwinder(workspace, &tools, platform)?;
     let link = format!("link-arg={}", unwinder.display());
-    let mut options = vec!["--profile", "bundle", "--strip", "--zig", "--features", "bridge"];
+    let mut options = vec![
+        "--profile",
+        "bundle",
+        "--strip",
+        "--zig",
+        "--features",
+        "bridge",
+    ];
     options.extend(["--compatibility", MANYLINUX]);
     options.extend(platform.rust.iter().flat_map(|rust| ["--target", *rust]));
     build(workspace, &tools, folder, &options, &["--", "-C", &link])
