@@ -75,10 +75,8 @@ impl<T: Send + 'static> Drop for DropAfterFence<T> {
             // In a forked child the value is the parent's.
             return std::mem::forget(value);
         }
-        let (mut fence, end) = (
-            Fence::later(self.streams.clone()),
-            Instant::now() + self.linger,
-        );
+        let mut fence = Fence::later(self.streams.clone());
+        let end = Instant::now() + self.linger;
         self.reactor.drop_after(move || {
             let _owned = &value;
             match fence.is_reached() {
