@@ -101,13 +101,11 @@ pub(crate) fn packet(message: &Message) -> Vec<u8> {
 
 /// One message of each kind.
 pub(crate) fn messages(number: u64) -> Vec<Message> {
-    let (generation, device) = (
-        [number as u8; 16],
-        DeviceId {
-            kind: DeviceKind::Host,
-            uuid: [3; 16],
-        },
-    );
+    let generation = [number as u8; 16];
+    let device = DeviceId {
+        kind: DeviceKind::Host,
+        uuid: [3; 16],
+    };
     let (small, body, text) = (number as u32, vec![number as u8; 16], "full".to_string());
     vec![
         Message::Hello {
@@ -418,10 +416,8 @@ fn entry_seeds() -> Vec<Vec<u8>> {
         offset: 512,
     };
     let place = place.to_bytes();
-    let (image, shifted) = (
-        Layout::bytes_only(100),
-        Layout::strided(DType::F32, &[2], &[3], 4),
-    );
+    let image = Layout::bytes_only(100);
+    let shifted = Layout::strided(DType::F32, &[2], &[3], 4);
     let listed = [("image", image), ("shifted", shifted)].into_iter();
     let listed = listed.filter_map(|(name, layout)| Some(parts::listed(name, &layout.ok()?, None)));
     let list: Vec<u8> = std::iter::once(2).chain(listed.flatten()).collect();

@@ -29,6 +29,14 @@ pub(crate) fn chosen_device(chosen: &Option<Device>) -> Device {
     chosen.clone().unwrap_or_else(preferred)
 }
 
+/// The chosen domain and device, or the defaults: see [`chosen_domain`], [`chosen_device`].
+pub(crate) fn chosen_place(
+    domain: &Option<Domain>,
+    device: &Option<Device>,
+) -> Result<(Domain, Device)> {
+    Ok((chosen_domain(domain)?, chosen_device(device)))
+}
+
 /// Options with a domain: see [`Domain::options`].
 pub trait DomainOptions: Default {
     #[doc(hidden)]
@@ -157,7 +165,7 @@ impl OpenOptions {
         open: impl Fn(Attachment<'w>) -> Result<O>,
     ) -> Result<O> {
         let (name, wait) = (EndpointName::new(name)?, &wait.into());
-        let (domain, device) = (chosen_domain(&self.domain)?, chosen_device(&self.device));
+        let (domain, device) = chosen_place(&self.domain, &self.device)?;
         let at = Address {
             domain: &domain,
             name: &name,

@@ -220,10 +220,8 @@ fn set_option(
     option: libc::c_int,
     value: libc::c_int,
 ) -> Result<(), Errno> {
-    let (pointer, length) = (
-        std::ptr::from_ref(&value).cast(),
-        size_of_val(&value) as libc::socklen_t,
-    );
+    let pointer = std::ptr::from_ref(&value).cast();
+    let length = size_of_val(&value) as libc::socklen_t;
     let socket = socket.as_raw_fd();
     // SAFETY: the kernel reads one `int`, which lives across the call.
     let code = unsafe { libc::setsockopt(socket, libc::SOL_SOCKET, option, pointer, length) };

@@ -178,10 +178,8 @@ impl Rows {
     /// the last one that is written.
     pub fn meet(&self) -> bool {
         let extent = |first: DevicePtr, stride: fn(&Axis) -> i64| {
-            let (mut low, mut high) = (
-                i128::from(first),
-                i128::from(first) + i128::from(self.bytes),
-            );
+            let mut low = i128::from(first);
+            let mut high = i128::from(first) + i128::from(self.bytes);
             for axis in self.axes() {
                 let reach = i128::from(stride(axis)) * i128::from(axis.length - 1);
                 if reach < 0 {
@@ -192,10 +190,8 @@ impl Rows {
             }
             low..high
         };
-        let (to, from) = (
-            extent(self.to, |axis| axis.to),
-            extent(self.from, |axis| axis.from),
-        );
+        let to = extent(self.to, |axis| axis.to);
+        let from = extent(self.from, |axis| axis.from);
         self.bytes > 0 && to.start < from.end && from.start < to.end
     }
 
@@ -343,10 +339,8 @@ mod tests {
 
     #[test]
     fn a_target_is_written_in_its_own_order_and_forwards() {
-        let (source, into) = (
-            strided(DType::U8, &[2, 3], &[3, 1], 0),
-            strided(DType::U8, &[2, 3], &[1, -2], 4),
-        );
+        let source = strided(DType::U8, &[2, 3], &[3, 1], 0);
+        let into = strided(DType::U8, &[2, 3], &[1, -2], 4);
         let rows = Rows::between(0x1000, &into, 0x9000, &source).unwrap();
         assert_eq!((rows.to(), rows.from()), (0x1000, 0x9002));
         assert_eq!(
@@ -397,10 +391,8 @@ mod tests {
 
     #[test]
     fn ranges_that_touch_are_apart_and_ranges_that_share_a_byte_meet() {
-        let (into, source) = (
-            Layout::bytes_only(8).unwrap(),
-            strided(DType::U8, &[8], &[-2], 14),
-        );
+        let into = Layout::bytes_only(8).unwrap();
+        let source = strided(DType::U8, &[8], &[-2], 14);
         let meet = |to| Rows::between(to, &into, 100, &source).unwrap().meet();
         assert_eq!([92, 93, 114, 115].map(meet), [false, true, true, false]);
     }
@@ -420,10 +412,8 @@ mod tests {
             let bytes: Vec<u8> = (0..source.bytes()).map(|at| at as u8).collect();
             let packed = Layout::contiguous(source.dtype(), source.shape()).unwrap();
             let mut found = vec![0; packed.bytes() as usize];
-            let (to, from) = (
-                found.as_mut_ptr().expose_provenance(),
-                bytes.as_ptr().expose_provenance(),
-            );
+            let to = found.as_mut_ptr().expose_provenance();
+            let from = bytes.as_ptr().expose_provenance();
             let rows = Rows::between(to as u64, &packed, from as u64, &source).unwrap();
             // SAFETY: both slots are as long as their layouts, and apart.
             unsafe { rows.copy() };

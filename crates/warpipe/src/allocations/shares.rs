@@ -505,10 +505,8 @@ impl Lender for Shares {
 
     fn on_tick(&self, server_core: &ServerCore) {
         let mut state = self.lock();
-        let (dropped, ended) = (
-            state.collect(&self.words),
-            state.end_idle_runs(Instant::now()),
-        );
+        let dropped = state.collect(&self.words);
+        let ended = state.end_idle_runs(Instant::now());
         drop(state);
         drop_deferred(dropped, server_core.reactor());
         for run in ended {

@@ -167,10 +167,8 @@ fn a_receiver_reads_the_memory_and_the_owner_lives_until_it_is_released() {
 #[test]
 fn the_owner_lives_until_the_receivers_streams_are_past_the_memory() {
     let stage = Stage::new("streams");
-    let (writing, reading) = (
-        stage.device.stream().unwrap(),
-        stage.device.stream().unwrap(),
-    );
+    let writing = stage.device.stream().unwrap();
+    let reading = stage.device.stream().unwrap();
     let (number, told) = stage.share(&writing, b"x");
     let memory = stage.client().open_share(number, WAIT).unwrap();
     let (go, held) = channel::<()>();
@@ -313,11 +311,9 @@ fn an_evicted_receiver_that_lives_has_its_shares_until_it_releases_them() {
 fn what_a_wrong_receiver_writes_frees_no_memory_that_another_one_has() {
     let stage = Stage::new("wrong");
     let stream = stage.device.stream().unwrap();
-    let (honest, other, wrong) = (
-        stage.another_client(),
-        stage.another_client(),
-        stage.another_client(),
-    );
+    let honest = stage.another_client();
+    let other = stage.another_client();
+    let wrong = stage.another_client();
     let words = |number: u64| {
         let session = &wrong.session;
         let slot = number % u64::from(SLOTS);
@@ -368,15 +364,13 @@ fn what_a_wrong_receiver_takes_and_never_claims_is_over() {
 fn legacy_memory_whose_contents_are_not_ready_is_not_opened() {
     let stage = Stage::new("legacy");
     let counting = Wrapped::new(stage.device.backend().clone(), Counting::default());
-    let (stream, client) = (
-        stage.device.stream().unwrap(),
-        AllocationClient::open(
-            "tensors",
-            stage.domain.on(&Device::from_backend(counting.clone())),
-            Duration::ZERO,
-        )
-        .unwrap(),
-    );
+    let stream = stage.device.stream().unwrap();
+    let client = AllocationClient::open(
+        "tensors",
+        stage.domain.on(&Device::from_backend(counting.clone())),
+        Duration::ZERO,
+    )
+    .unwrap();
     let (go, held) = channel::<()>();
     stream.call(move || assert!(held.recv().is_err())).unwrap();
     let (number, _told) = stage.share(&stream, b"late");
@@ -487,10 +481,8 @@ fn the_owner_of_an_open_share_outlives_its_server() {
 #[test]
 fn a_client_that_is_admitted_when_the_server_has_given_up_its_shares_opens_none() {
     let stage = Stage::new("ended");
-    let (stream, name) = (
-        stage.device.stream().unwrap(),
-        EndpointName::new("ending").unwrap(),
-    );
+    let stream = stage.device.stream().unwrap();
+    let name = EndpointName::new("ending").unwrap();
     let shares = Arc::new(Shares::new(stage.device.clone()).unwrap());
     let at = Address {
         domain: &stage.domain,

@@ -234,10 +234,8 @@ mod tests {
     fn time_that_a_handshake_spent_to_connect_is_not_there_to_wait_for_an_answer() {
         let folder = format!("warpipe-handshake-limit-{}", std::process::id());
         let folder = std::env::temp_dir().join(folder);
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
         let claim = domain.claim(&name, false).unwrap();
         let at = Address {
             domain: &domain,
@@ -269,10 +267,8 @@ mod tests {
     fn a_server_that_goes_on_sending_holds_no_handshake_beyond_its_limit() {
         let folder = format!("warpipe-handshake-endless-{}", std::process::id());
         let folder = std::env::temp_dir().join(folder);
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
         let claim = domain.claim(&name, false).unwrap();
         let at = Address {
             domain: &domain,

@@ -82,10 +82,8 @@ impl Stage {
     fn new(title: &str) -> Stage {
         let folder =
             std::env::temp_dir().join(format!("warpipe-rendezvous-{title}-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(folder).unwrap(),
-            EndpointName::new("kept").unwrap(),
-        );
+        let domain = Domain::at(folder).unwrap();
+        let name = EndpointName::new("kept").unwrap();
         let ((saw, seen), (hears, heard)) = (channel(), channel());
         let at = Address {
             domain: &domain,

@@ -12,8 +12,7 @@ use crate::ipc::domain::{Author, Domain};
 use crate::ipc::{
     AccessPolicy, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
 };
-use crate::options::in_domain;
-use crate::options::serve;
+use crate::options::{in_domain, serve};
 use crate::shm::page::{PAGE_BYTES, SharedPage};
 
 /// The options of a [`Member`].

@@ -13,8 +13,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
 };
-use crate::options::in_domain;
-use crate::options::{chosen_domain, serve};
+use crate::options::{chosen_domain, in_domain, serve};
 
 /// The options with which [`Memory::publish`] publishes memory; those of a channel are
 /// [`PublisherOptions`](crate::PublisherOptions).

@@ -320,10 +320,8 @@ mod tests {
     #[test]
     fn a_part_is_copied_to_the_host_and_no_byte_beyond_the_memory() {
         let device = Device::host();
-        let (stream, memory) = (
-            device.stream().unwrap(),
-            Memory::allocate(&device, 8).unwrap(),
-        );
+        let stream = device.stream().unwrap();
+        let memory = Memory::allocate(&device, 8).unwrap();
         memory.write(&stream, 0, &[0, 1, 2, 3, 4, 5, 6, 7]).unwrap();
         let (mut part, timeout) = ([9; 3], Duration::from_secs(5));
         memory.copy_to(5, &mut part, timeout).unwrap();
@@ -348,10 +346,8 @@ mod tests {
     #[test]
     fn a_child_forked_while_a_thread_records_a_stream_neither_hangs_nor_reads() {
         let device = Device::host();
-        let (stream, memory) = (
-            device.stream().unwrap(),
-            Memory::allocate(&device, 8).unwrap(),
-        );
+        let stream = device.stream().unwrap();
+        let memory = Memory::allocate(&device, 8).unwrap();
         let is_forked =
             |result: Result<()>| matches!(result, Err(Error::State(StateFault::Forked)));
         let in_child = || {

@@ -230,10 +230,8 @@ fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open
     let (device, _counting) = other(Counting::default());
     let published = stage.publish("a", b"abc");
     let ticket = published.ticket(..).unwrap();
-    let (open, own) = (
-        ticket.open(&device, Duration::ZERO).unwrap(),
-        published.memory().clone(),
-    );
+    let open = ticket.open(&device, Duration::ZERO).unwrap();
+    let own = published.memory().clone();
     drop(published);
     for device in [&device, &stage.device] {
         let gone = ticket.open(device, Duration::ZERO).unwrap_err();

@@ -117,11 +117,9 @@ impl Ticket {
         device: Option<DeviceId>,
     ) -> Result<Ticket> {
         let path = handle::path_of(domain)?;
-        let (host, owner, name) = (
-            ProcessOrigin::here()?.host,
-            domain.owner(),
-            name.to_string(),
-        );
+        let host = ProcessOrigin::here()?.host;
+        let owner = domain.owner();
+        let name = name.to_string();
         Ok(Ticket {
             fields: Fields {
                 host,

@@ -15,8 +15,7 @@ use crate::ipc::{AccessPolicy, IpcServer, Kind};
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{SlotId, check_limit};
 use crate::memory::ticket::Ticket;
-use crate::options::in_domain;
-use crate::options::{MEMORY_LIMIT, chosen_device, chosen_domain, serve};
+use crate::options::{MEMORY_LIMIT, chosen_place, in_domain, serve};
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -158,10 +157,7 @@ impl Pool {
                 limit,
             }));
         }
-        let (domain, device) = (
-            chosen_domain(&options.domain)?,
-            chosen_device(&options.device),
-        );
+        let (domain, device) = chosen_place(&options.domain, &options.device)?;
         check_limit(&device, limit)?;
         let quotas = Quotas {
             each: options.user_quota,

@@ -73,11 +73,9 @@ mod tests {
             chance = chance
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1);
-            let (start, length, uid) = (
-                (chance >> 33) % 60,
-                1 + (chance >> 43) % 4,
-                (chance >> 53) % 3,
-            );
+            let start = (chance >> 33) % 60;
+            let length = 1 + (chance >> 43) % 4;
+            let uid = (chance >> 53) % 3;
             let (range, uid) = (start..start + length, uid as u32);
             let is_foreign = model[start as usize..(start + length) as usize]
                 .iter()

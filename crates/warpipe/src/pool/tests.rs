@@ -241,10 +241,8 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
         }))
     ));
     let text: Ticket = ticket.to_string().parse().unwrap();
-    let (one, two) = (
-        LentBuffer::open(&text, &stage.device, Duration::ZERO).unwrap(),
-        LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap(),
-    );
+    let one = LentBuffer::open(&text, &stage.device, Duration::ZERO).unwrap();
+    let two = LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap();
     assert_eq!(
         (one.ptr(), one.bytes()),
         (two.ptr(), 100),
@@ -287,10 +285,8 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
 #[test]
 fn a_pool_that_has_ended_lends_and_grants_nothing() {
     let mut stage = Stage::new("ended");
-    let (client, block) = (
-        stage.client(),
-        stage.pool.allocate(8, Duration::ZERO).unwrap(),
-    );
+    let client = stage.client();
+    let block = stage.pool.allocate(8, Duration::ZERO).unwrap();
     let ticket = block.lend(Access::Read).unwrap();
     let lent = client.allocate(8, Duration::ZERO).unwrap();
     let other = Pool::new("other", stage.domain.on(&stage.device)).unwrap();

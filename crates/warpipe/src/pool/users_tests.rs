@@ -110,10 +110,8 @@ fn a_quota_for_one_user_replaces_that_of_all_and_may_be_the_own_users() {
         quota_for: HashMap::from([(tenant(0), quota(6 * MIB)), (own_uid(), quota(3 * MIB))]),
         ..it
     });
-    let (own, client) = (
-        stage.pool.allocate(MIB, Duration::ZERO).unwrap(),
-        client(&stage),
-    );
+    let own = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
+    let client = client(&stage);
     let lent = client.allocate(MIB, Duration::ZERO).unwrap();
     for result in [
         stage.pool.allocate(MIB + 1, Duration::ZERO).map(drop),
@@ -292,10 +290,8 @@ fn no_region_ever_holds_blocks_of_two_users() {
         random = random
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1);
-        let (uid, bytes) = (
-            tenant((random >> 33) as u32 % 3),
-            (random >> 40) % (3 * MIB) + 1,
-        );
+        let uid = tenant((random >> 33) as u32 % 3);
+        let bytes = (random >> 40) % (3 * MIB) + 1;
         match stage.pool.allocate_for(uid, bytes, NO_WAIT) {
             Ok(block) => held.push((uid, block)),
             Err(Error::Limit(LimitFault::Memory { .. })) => held.clear(),
@@ -334,10 +330,8 @@ fn a_region_without_blocks_makes_room_for_another_user_who_reads_zeros() {
     assert!(is_memory_limit(&half), "one region is not enough");
     assert_eq!(stage.pool.stats().regions, 2, "and so it stays");
     two.free(&stream).unwrap();
-    let (used, theirs) = (
-        client.session().mapped_runs().len(),
-        stage.pool.allocate_for(tenant(0), 3 * MIB, WAIT),
-    );
+    let used = client.session().mapped_runs().len();
+    let theirs = stage.pool.allocate_for(tenant(0), 3 * MIB, WAIT);
     assert_eq!(used, 2);
     assert_eq!(theirs.unwrap().to_vec(WAIT).unwrap(), vec![0; 3 << 20]);
     assert!(

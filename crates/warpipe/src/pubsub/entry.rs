@@ -402,10 +402,8 @@ impl UntrustedEntry {
 
     /// Checks the copy against a region of `region_bytes` bytes.
     pub(crate) fn check(&mut self, region_bytes: u64) -> Result<CheckedEntry, Violation> {
-        let (code, bits) = (
-            (self.packed >> 41 & 0x3f) as u8,
-            (self.packed >> 47 & 0x1f) as u8 * 8,
-        );
+        let code = (self.packed >> 41 & 0x3f) as u8;
+        let bits = (self.packed >> 47 & 0x1f) as u8 * 8;
         let dtype = DType::from_dlpack(code, bits).ok_or_else(|| {
             violation(
                 "dtype",

@@ -18,7 +18,7 @@ use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
 use crate::ipc::domain::EndpointName;
 use crate::memory::arena::check_limit;
-use crate::options::{chosen_device, chosen_domain};
+use crate::options::{chosen_device, chosen_place};
 use crate::pubsub::entry::{Head, Metadata};
 use crate::slow_path::SlowPath;
 use crate::stream::Stream;
@@ -88,10 +88,7 @@ impl Publisher {
     ) -> Result<Publisher> {
         options.check()?;
         let name = EndpointName::new(name)?;
-        let (domain, device) = (
-            chosen_domain(&options.domain)?,
-            chosen_device(&options.device),
-        );
+        let (domain, device) = chosen_place(&options.domain, &options.device)?;
         check_limit(&device, options.memory_limit)?;
         let claim = domain.claim(&name, options.access_policy().is_open_to_others())?;
         let core = PublisherCore::new(name.as_str(), options, role, device, claim)?;
@@ -244,18 +241,15 @@ impl Publisher {
     ///
     /// ```
     /// # use std::time::Duration;
-    /// # use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+    /// # use warpipe::{Device, Domain, Publisher, PublisherOptions, Subscriber};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-skip-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// let first = Publisher::new("a", domain.on(&device))?;
-    /// let options: SubscriberOptions = domain.on(&device);
-    /// let mut from = Subscriber::open("a", options, Duration::ZERO)?;
+    /// let mut from = Subscriber::open("a", domain.on(&device), Duration::ZERO)?;
     /// let source = from.publisher_source().unwrap();
-    /// let place: PublisherOptions = domain.on(&device);
-    /// let options = PublisherOptions { forwards: Some(source), ..place };
+    /// let options = PublisherOptions { forwards: Some(source), ..domain.on(&device) };
     /// let forwarder = Publisher::new("b", options)?;
-    /// let options: SubscriberOptions = domain.on(&device);
-    /// let mut subscriber = Subscriber::open("b", options, Duration::ZERO)?;
+    /// let mut subscriber = Subscriber::open("b", domain.on(&device), Duration::ZERO)?;
     ///
     /// let stream = device.stream()?;
     /// for number in 1..=3 {

@@ -236,10 +236,8 @@ impl SenderRing {
         if sent.position != position || sent.revoked {
             return false;
         }
-        let (from, to) = (
-            state_word(position, PUBLISHED),
-            state_word(position, REVOKED),
-        );
+        let from = state_word(position, PUBLISHED);
+        let to = state_word(position, REVOKED);
         sent.revoked = self
             .segment
             .entry(position)
@@ -401,10 +399,8 @@ impl ReceiverRing {
                     }
                 }
                 _ => {
-                    let (found, allowed) = (
-                        format!("taken at {position}"),
-                        "published, revoked or skipped",
-                    );
+                    let found = format!("taken at {position}");
+                    let allowed = "published, revoked or skipped";
                     return Err(violation("state", found, allowed));
                 }
             }

@@ -26,7 +26,7 @@ use crate::ipc::client_handshake::HandshakeLimit;
 use crate::ipc::domain::{Arrivals, EndpointName};
 use crate::ipc::{self, PeerState, until_found};
 use crate::nvtx;
-use crate::options::{chosen_device, chosen_domain};
+use crate::options::chosen_place;
 use crate::pubsub::entry::Violation;
 use crate::pubsub::observer::ReplyLink;
 use crate::runtime::attempt::Attempt;
@@ -142,8 +142,7 @@ impl Subscriber {
         wait: impl Into<Wait<'w>>,
     ) -> Result<Subscriber> {
         let name = EndpointName::new(name)?;
-        let domain = chosen_domain(&options.domain)?;
-        let device = chosen_device(&options.device);
+        let (domain, device) = chosen_place(&options.domain, &options.device)?;
         let wait = &wait.into();
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let readable = EpollSet::new("a subscriber")?;

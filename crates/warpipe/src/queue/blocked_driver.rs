@@ -151,11 +151,9 @@ fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharme
         "{}",
         refused.error
     );
-    let (queue, on, loan) = (
-        scene.queue.clone(),
-        stream.clone(),
-        *refused.returned.unwrap(),
-    );
+    let queue = scene.queue.clone();
+    let on = stream.clone();
+    let loan = *refused.returned.unwrap();
     let other = std::thread::spawn(move || queue.submit_within(loan, &on, PATIENCE).unwrap());
     let job = scene.let_go(&submitted).unwrap();
     let other = other.join().unwrap();

@@ -11,8 +11,7 @@ use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::Domain;
 use crate::ipc::{HANDSHAKE_TIMEOUT, Kind};
-use crate::options::in_domain;
-use crate::options::{MEMORY_LIMIT, chosen_domain};
+use crate::options::{MEMORY_LIMIT, chosen_domain, in_domain};
 use crate::pubsub::{Policy, Publisher, PublisherOptions, PublisherRole, SubscriberChanges};
 use crate::runtime::spin::SPIN;
 

@@ -582,10 +582,8 @@ fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
 fn a_result_that_comes_after_the_cancellation_stays_also_while_the_wait_polls() {
     for has_handle in [false, true] {
         let fixture = QueueFixture::new();
-        let (queue, stream) = (
-            fixture.build(|it| QueueOptions { spin: SOON, ..it }),
-            &fixture.stream,
-        );
+        let queue = fixture.build(|it| QueueOptions { spin: SOON, ..it });
+        let stream = &fixture.stream;
         let mut worker = fixture.worker();
         let job = queue.submit_bytes(b"job", stream).unwrap();
         let lease = worker.lease(stream, SOON).unwrap();

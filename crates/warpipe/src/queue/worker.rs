@@ -12,8 +12,7 @@ use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
 use crate::ipc::{HANDSHAKE_TIMEOUT, Kind};
 use crate::nvtx;
-use crate::options::in_domain;
-use crate::options::{MEMORY_LIMIT, chosen_device, chosen_domain};
+use crate::options::{MEMORY_LIMIT, chosen_place, in_domain};
 use crate::pubsub::{Policy, Publisher, PublisherOptions, Sample, Subscriber, SubscriberOptions};
 use crate::runtime::spin::SPIN;
 use crate::stream::Stream;
@@ -77,10 +76,7 @@ impl Worker {
         wait: impl Into<Wait<'w>>,
     ) -> Result<Worker> {
         // One domain and one device for both of its ends, also where they are the defaults.
-        let (domain, device) = (
-            chosen_domain(&options.domain)?,
-            chosen_device(&options.device),
-        );
+        let (domain, device) = chosen_place(&options.domain, &options.device)?;
         let receiving = SubscriberOptions {
             spin: options.spin,
             handshake_timeout: options.handshake_timeout,

@@ -153,10 +153,8 @@ impl HostRing {
     fn wait_for(&self, peer: u64, item: u64, due: u64) -> u64 {
         let base = self.number(peer + peer::MINE);
         let word = self.word(base + self.slot_number(item) * layout::WORD_STRIDE);
-        let (spins_max, look_every) = (
-            self.number(block::SPINS_MAX),
-            self.number(block::LOOK_EVERY),
-        );
+        let spins_max = self.number(block::SPINS_MAX);
+        let look_every = self.number(block::LOOK_EVERY);
         let mut spins = 0;
         while word.load(Acquire) < due {
             spins += 1;

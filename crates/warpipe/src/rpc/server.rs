@@ -13,8 +13,7 @@ use crate::error::{Error, Result, StateFault};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
-use crate::options::in_domain;
-use crate::options::{chosen_device, chosen_domain};
+use crate::options::{chosen_place, in_domain};
 use crate::pubsub::Subscriber;
 use crate::queue::{Lease, Worker, WorkerOptions};
 use crate::runtime::attempt::Attempt;
@@ -130,10 +129,7 @@ impl Server {
     /// [`Error::Name`] (at most 40 bytes), [`Error::File`], or an error of the system.
     pub fn new(service: &str, options: ServerOptions) -> Result<Server> {
         check_service_name(service)?;
-        let (domain, device) = (
-            chosen_domain(&options.domain)?,
-            chosen_device(&options.device),
-        );
+        let (domain, device) = chosen_place(&options.domain, &options.device)?;
         check_limit(&device, options.memory_limit)?;
         let readable = EpollSet::new("a server")?;
         let doorbell = Arc::new(LocalDoorbell::new()?);

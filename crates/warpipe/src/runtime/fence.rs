@@ -365,11 +365,9 @@ mod tests {
     #[test]
     fn a_stream_that_captures_is_neither_asked_nor_marked_until_the_capture_is_over() {
         let (wrapped, device) = unanswerable();
-        let (stream, other, streams) = (
-            device.stream().unwrap(),
-            device.stream().unwrap(),
-            StreamSet::default(),
-        );
+        let stream = device.stream().unwrap();
+        let other = device.stream().unwrap();
+        let streams = StreamSet::default();
         let (go, wait) = mpsc::channel::<()>();
         stream.call(move || assert!(wait.recv().is_err())).unwrap();
         streams.record_use(&stream);
@@ -475,11 +473,9 @@ mod tests {
             Counting::default(),
             id,
         ));
-        let (busy, joining, streams) = (
-            other.stream().unwrap(),
-            device.stream().unwrap(),
-            StreamSet::default(),
-        );
+        let busy = other.stream().unwrap();
+        let joining = device.stream().unwrap();
+        let streams = StreamSet::default();
         let (go, wait) = mpsc::channel::<()>();
         busy.call(move || assert!(wait.recv().is_err())).unwrap();
         streams.record_use(&busy);

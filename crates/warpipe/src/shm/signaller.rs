@@ -381,11 +381,9 @@ mod tests {
     #[test]
     fn values_on_two_streams_are_reached_in_order() {
         let (device, counter) = (Device::host(), counter());
-        let (slow, quick, streams) = (
-            device.stream().unwrap(),
-            device.stream().unwrap(),
-            StreamSet::default(),
-        );
+        let slow = device.stream().unwrap();
+        let quick = device.stream().unwrap();
+        let streams = StreamSet::default();
         let signaller = signaller(&counter);
         let (go, held) = std::sync::mpsc::channel::<()>();
         slow.call(move || assert!(held.recv().is_err())).unwrap();
@@ -412,11 +410,9 @@ mod tests {
     #[test]
     fn a_copy_that_comes_late_gets_each_value_as_it_is_reached() {
         let (device, copies) = (Device::host(), [counter(), counter()]);
-        let (slow, slower, streams) = (
-            device.stream().unwrap(),
-            device.stream().unwrap(),
-            StreamSet::default(),
-        );
+        let slow = device.stream().unwrap();
+        let slower = device.stream().unwrap();
+        let streams = StreamSet::default();
         let signaller = signaller(&copies[0]);
         let ((go, held), (go_on, held_on)) = (
             std::sync::mpsc::channel::<()>(),
@@ -473,11 +469,9 @@ mod tests {
         let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
         let device = Device::from_backend(wrapped.clone());
         let (copies, late) = ([counter(), counter()], counter());
-        let (stream, other, streams) = (
-            device.stream().unwrap(),
-            device.stream().unwrap(),
-            StreamSet::default(),
-        );
+        let stream = device.stream().unwrap();
+        let other = device.stream().unwrap();
+        let streams = StreamSet::default();
         let signaller = signaller(&copies[0]);
         assert!(signaller.add(2, &copies[1]));
         signaller.raise(&stream, &streams, next).unwrap();
@@ -549,11 +543,9 @@ mod tests {
         let device = Device::from_backend(wrapped.clone());
         for call in [2, 3] {
             let (copies, published) = ([0; 9].map(|_| counter()), counter());
-            let (stream, other, streams) = (
-                device.stream().unwrap(),
-                device.stream().unwrap(),
-                StreamSet::default(),
-            );
+            let stream = device.stream().unwrap();
+            let other = device.stream().unwrap();
+            let streams = StreamSet::default();
             let signaller = signaller(&copies[0]).publishing(published.clone());
             (1..9).for_each(|index| assert!(signaller.add(index as u64 + 1, &copies[index])));
             let (go, held) = std::sync::mpsc::channel::<()>();

@@ -74,10 +74,8 @@ impl Page {
             self.mapped = Page::map();
         }
         let words = self.mapped.as_ref()?.words;
-        let (free, end) = (
-            &mut self.free[table as usize],
-            &mut self.ends[table as usize],
-        );
+        let free = &mut self.free[table as usize];
+        let end = &mut self.ends[table as usize];
         if let Some(index) = free.pop() {
             return Some((words, index));
         }

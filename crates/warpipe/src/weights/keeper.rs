@@ -22,8 +22,7 @@ use crate::ipc::{
     ServerCore, decode,
 };
 use crate::mutex::LockUnpoisoned;
-use crate::options::in_domain;
-use crate::options::{chosen_domain, serve};
+use crate::options::{chosen_domain, in_domain, serve};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::trace::{self, TraceEvent};
 

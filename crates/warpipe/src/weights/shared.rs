@@ -20,7 +20,7 @@ use crate::fork::OwnerProcess;
 use crate::ipc::IpcServer;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::{DeviceSlice, SharedMemory};
-use crate::options::{OpenOptions, chosen_device, chosen_domain};
+use crate::options::{OpenOptions, chosen_domain, chosen_place};
 use crate::wait::Wait;
 
 /// All tensors of one version of weights, mapped read-only in this process
@@ -144,10 +144,7 @@ impl SharedWeights {
         wait: impl Into<Wait<'w>>,
     ) -> Result<SharedWeights> {
         let name = weights_name(name)?;
-        let (domain, device) = (
-            chosen_domain(&options.domain)?,
-            chosen_device(&options.device),
-        );
+        let (domain, device) = chosen_place(&options.domain, &options.device)?;
         SharedWeights::after(&domain, &name, &device, version, &wait.into())
     }
 
@@ -181,10 +178,7 @@ impl SharedWeights {
     /// [`open`](Self::open).
     pub fn verify<'w>(name: &str, options: OpenOptions, wait: impl Into<Wait<'w>>) -> Result<u64> {
         let name = weights_name(name)?;
-        let (domain, device) = (
-            chosen_domain(&options.domain)?,
-            chosen_device(&options.device),
-        );
+        let (domain, device) = chosen_place(&options.domain, &options.device)?;
         let wait = &wait.into();
         let (keeper, held) = wait_for_hashes(&domain, &name, wait)?;
         // Of the descriptors that the keeper has, and not of what may be mapped here already.

@@ -662,10 +662,8 @@ fn a_file_that_is_written_in_place_while_it_is_loaded_is_an_error_also_with_its_
         // At once, in the same tick of the kernel's clock.
         let source = Source::open([&path]).unwrap();
         let file = std::fs::File::options().write(true).open(&path).unwrap();
-        let (before, once) = (
-            file.metadata().unwrap().modified().unwrap(),
-            AtomicBool::new(false),
-        );
+        let before = file.metadata().unwrap().modified().unwrap();
+        let once = AtomicBool::new(false);
         let loaded = Weights::load(&stage.device, &source, |_| {
             if !once.swap(true, SeqCst) {
                 file.write_all_at(&file_of(2, 4 << 20), 0).unwrap();

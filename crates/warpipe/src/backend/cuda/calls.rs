@@ -94,6 +94,8 @@ impl Driver {
         match unsafe { self.cuStreamIsCapturing(stream, &mut status) } {
             Ok(()) => Ok(status != STREAM_CAPTURE_STATUS_NONE),
             Err(fault) if fault.is(&[CUresult::STREAM_CAPTURE_IMPLICIT]) => Ok(true),
+            // A driver without stream capture.
+            Err(Fault::Symbol(_)) => Ok(false),
             Err(fault) => Err(fault),
         }
     }

@@ -267,15 +267,11 @@ impl CudaBackend {
     /// The stream is live; the context is current.
     pub(super) unsafe fn check_not_capturing(&self, stream: CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        match unsafe { self.driver.stream_is_capturing(stream) } {
-            Ok(true) => Err(Error::State(StateFault::Capturing(format!(
-                "stream {:#x}",
-                stream.addr()
-            )))),
-            // A driver without stream capture.
-            Ok(false) | Err(Fault::Symbol(_)) => Ok(()),
-            Err(fault) => Err(fault.into()),
+        if unsafe { self.driver.stream_is_capturing(stream) }? {
+            let stream = format!("stream {:#x}", stream.addr());
+            return Err(Error::State(StateFault::Capturing(stream)));
         }
+        Ok(())
     }
 
     /// Whether a copy of this length from page-locked memory is enqueued as two rows. One byte is

@@ -140,10 +140,8 @@ impl CudaBackend {
             let moved = (fd.as_raw_fd() == 0).then(|| duplicate(fd)).transpose();
             let imported = moved.and_then(|moved| {
                 let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
-                let (shareable, kind) = (
-                    std::ptr::without_provenance_mut(number as usize),
-                    MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-                );
+                let shareable = std::ptr::without_provenance_mut(number as usize);
+                let kind = MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
                 // SAFETY: for this type of handles the "pointer" is the descriptor's number; one
                 // that is not of device memory is a failure.
                 unsafe { self.driver.cuMemImportFromShareableHandle(shareable, kind) }

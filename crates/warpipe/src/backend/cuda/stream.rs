@@ -10,7 +10,6 @@ use std::sync::atomic::Ordering;
 use super::backend::CudaBackend;
 use super::backend::broadcast::WORDS_MAX;
 use super::backend::legacy::EVENTS;
-use super::sys::Fault;
 use super::sys::*;
 use super::{shutdown_gate, waits};
 use crate::backend::{RawEvent, RawStream, StreamOp, Streams};
@@ -86,11 +85,8 @@ impl Streams for CudaBackend {
             self.context
         });
         // SAFETY: the caller's promise.
-        match unsafe { self.driver.stream_is_capturing(stream.0) } {
-            // A driver without stream capture.
-            Err(Fault::Symbol(_)) => Ok(false),
-            answer => answer.map_err(|fault| self.explain(fault.into())),
-        }
+        unsafe { self.driver.stream_is_capturing(stream.0) }
+            .map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn query(&self, stream: RawStream) -> Result<bool> {

@@ -241,10 +241,8 @@ mod tests {
     #[test]
     fn a_look_leaves_a_foreign_file_and_puts_the_name_back_when_that_is_gone() {
         let folder = std::env::temp_dir().join(format!("warpipe-look-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
         let claim = domain.claim(&name, false).unwrap();
         let before = claim.listener();
         assert_eq!(claim.look(), FilesSeen::Unchanged);

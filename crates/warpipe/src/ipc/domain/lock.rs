@@ -340,10 +340,8 @@ mod tests {
     #[test]
     fn a_claim_waits_while_a_dead_owners_files_are_removed_and_then_has_the_name() {
         let folder = std::env::temp_dir().join(format!("warpipe-clearing-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
         for removes in [false, true] {
             std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
             let lock = LockFile::open(&domain, &name, OFlags::RDWR).unwrap();
@@ -374,10 +372,8 @@ mod tests {
     fn a_claim_waits_until_a_child_that_the_dead_owner_had_just_forked_closes_its_copy_of_the_lock()
     {
         let folder = std::env::temp_dir().join(format!("warpipe-copied-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
         let mut owner = std::process::Command::new("true").spawn().unwrap();
         owner.wait().unwrap();
         let file = folder.join("a.lock");
@@ -403,10 +399,8 @@ mod tests {
     #[test]
     fn a_close_removes_no_file_of_a_successor() {
         let folder = std::env::temp_dir().join(format!("warpipe-successor-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
         let remove = |file: &str| std::fs::remove_file(folder.join(file)).unwrap();
         let first = domain.claim(&name, false).unwrap();
         ["a.sock", "a.lock"].into_iter().for_each(remove);
@@ -446,10 +440,8 @@ mod tests {
     fn a_claim_that_fails_removes_no_lock_of_a_successor() {
         let folder =
             std::env::temp_dir().join(format!("warpipe-failed-claim-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
         let place = domain.place(&name).unwrap();
         let failing = domain.lock(&name, Some(&place)).unwrap();
         place.leave();
@@ -469,10 +461,8 @@ mod tests {
             || {
                 let folder =
                     std::env::temp_dir().join(format!("warpipe-unwritten-{}", std::process::id()));
-                let (domain, name) = (
-                    Domain::at(&folder).unwrap(),
-                    EndpointName::new("a").unwrap(),
-                );
+                let domain = Domain::at(&folder).unwrap();
+                let name = EndpointName::new("a").unwrap();
                 let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize);
                 let none = rustix::process::Rlimit {
                     current: Some(0),
@@ -498,10 +488,8 @@ mod tests {
         crate::hostile::alone(module_path!(), test, || {
             let folder =
                 std::env::temp_dir().join(format!("warpipe-lacking-{}", std::process::id()));
-            let (domain, name) = (
-                Domain::at(&folder).unwrap(),
-                EndpointName::new("a").unwrap(),
-            );
+            let domain = Domain::at(&folder).unwrap();
+            let name = EndpointName::new("a").unwrap();
             std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
             drop(std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap());
             let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
@@ -548,10 +536,8 @@ mod tests {
             "a_process_without_a_free_descriptor_takes_no_owner_for_dead_and_no_domain_for_unfit";
         crate::hostile::alone(module_path!(), test, || {
             let folder = std::env::temp_dir().join(format!("warpipe-blind-{}", std::process::id()));
-            let (domain, name) = (
-                Domain::at(&folder).unwrap(),
-                EndpointName::new("a").unwrap(),
-            );
+            let domain = Domain::at(&folder).unwrap();
+            let name = EndpointName::new("a").unwrap();
             let claim = domain.claim(&name, false).unwrap();
             let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
             let none = rustix::process::Rlimit {

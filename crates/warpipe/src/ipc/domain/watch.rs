@@ -144,10 +144,8 @@ impl DirectoryWatch {
             inotify,
             listeners: Mutex::default(),
         });
-        let (reactor, me) = (
-            Reactor::of_process()?,
-            Arc::downgrade(&made) as Weak<dyn EventSource>,
-        );
+        let reactor = Reactor::of_process()?;
+        let me = Arc::downgrade(&made) as Weak<dyn EventSource>;
         match &made.inotify {
             Some(inotify) => {
                 let watch = reactor.register(Watch::Readable(inotify.as_fd()), &me, 0)?;

@@ -41,10 +41,8 @@ impl RequestHandler for Willing {
 #[test]
 fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
     let folder = std::env::temp_dir().join(format!("warpipe-closing-{}", std::process::id()));
-    let (domain, name) = (
-        Domain::at(&folder).unwrap(),
-        EndpointName::new("a").unwrap(),
-    );
+    let domain = Domain::at(&folder).unwrap();
+    let name = EndpointName::new("a").unwrap();
     let at = Address {
         domain: &domain,
         name: &name,
@@ -103,10 +101,8 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
 #[test]
 fn a_request_that_is_read_while_the_server_closes_is_not_refused_before_the_close_is_told() {
     let folder = std::env::temp_dir().join(format!("warpipe-taken-out-{}", std::process::id()));
-    let (domain, name) = (
-        Domain::at(&folder).unwrap(),
-        EndpointName::new("a").unwrap(),
-    );
+    let domain = Domain::at(&folder).unwrap();
+    let name = EndpointName::new("a").unwrap();
     let at = Address {
         domain: &domain,
         name: &name,
@@ -149,10 +145,8 @@ impl RequestHandler for Overtaken {
 #[test]
 fn a_client_that_the_closing_server_cannot_admit_any_more_is_not_refused() {
     let folder = std::env::temp_dir().join(format!("warpipe-overtaken-{}", std::process::id()));
-    let (domain, name) = (
-        Domain::at(&folder).unwrap(),
-        EndpointName::new("a").unwrap(),
-    );
+    let domain = Domain::at(&folder).unwrap();
+    let name = EndpointName::new("a").unwrap();
     let at = Address {
         domain: &domain,
         name: &name,
@@ -205,10 +199,8 @@ impl RequestHandler for Unheard {
 #[test]
 fn what_a_client_was_given_by_an_answer_that_it_never_gets_is_taken_back() {
     let folder = std::env::temp_dir().join(format!("warpipe-unheard-{}", std::process::id()));
-    let (domain, name) = (
-        Domain::at(&folder).unwrap(),
-        EndpointName::new("a").unwrap(),
-    );
+    let domain = Domain::at(&folder).unwrap();
+    let name = EndpointName::new("a").unwrap();
     let at = Address {
         domain: &domain,
         name: &name,
@@ -246,10 +238,8 @@ impl RequestHandler for Overloaded {
 #[test]
 fn a_client_whose_admission_cannot_be_sent_hears_the_reason_and_no_notification_before_it() {
     let folder = std::env::temp_dir().join(format!("warpipe-unadmitted-{}", std::process::id()));
-    let (domain, name) = (
-        Domain::at(&folder).unwrap(),
-        EndpointName::new("a").unwrap(),
-    );
+    let domain = Domain::at(&folder).unwrap();
+    let name = EndpointName::new("a").unwrap();
     let at = Address {
         domain: &domain,
         name: &name,

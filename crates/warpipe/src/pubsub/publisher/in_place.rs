@@ -23,9 +23,7 @@ impl Publisher {
     ///
     /// ```
     /// # use std::time::Duration;
-    /// # use warpipe::{
-    /// #     DType, Device, Domain, Layout, Memory, Publisher,     /// #     Subscriber, SubscriberOptions,
-    /// # };
+    /// # use warpipe::{DType, Device, Domain, Layout, Memory, Publisher, Subscriber};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-loan-in-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// # let (stream, wait) = (device.stream()?, Duration::from_secs(5));

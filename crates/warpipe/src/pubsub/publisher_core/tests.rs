@@ -105,11 +105,9 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
 fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_back_unharmed() {
     let stage = Stage::new("turn");
     let (publisher, mut subscriber) = (stage.publisher(), stage.subscriber());
-    let (first, second, receiving) = (
-        stage.stream(),
-        stage.stream(),
-        Device::host().stream().unwrap(),
-    );
+    let first = stage.stream();
+    let second = stage.stream();
+    let receiving = Device::host().stream().unwrap();
     let mut other = publisher.loan(&layout()).unwrap();
     other.write(&second, &[2; 8]).unwrap();
     stage.hook().hold("batch");

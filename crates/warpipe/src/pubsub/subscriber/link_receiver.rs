@@ -428,11 +428,9 @@ impl LinkReceiver {
             violation("region", found, "one that is open")
         })?;
         let checked = self.ring.copy().check(region.bytes())?;
-        let (last, sequence, lossless) = (
-            self.last_sequence,
-            checked.sequence,
-            self.link.terms.lossless,
-        );
+        let last = self.last_sequence;
+        let sequence = checked.sequence;
+        let lossless = self.link.terms.lossless;
         let follows = match last {
             0 => sequence > 0,
             last if lossless => last.checked_add(1) == Some(sequence),

@@ -624,18 +624,16 @@ fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance()
 fn a_receive_that_polls_for_long_is_cancelled_meanwhile() {
     let place = Place::new("polls");
     let _publisher = place.publisher();
-    let (mut subscriber, stream) = (
-        Subscriber::open(
-            "camera",
-            SubscriberOptions {
-                spin: Duration::MAX,
-                ..place.domain.on(&place.device)
-            },
-            Duration::ZERO,
-        )
-        .unwrap(),
-        place.device.stream().unwrap(),
-    );
+    let mut subscriber = Subscriber::open(
+        "camera",
+        SubscriberOptions {
+            spin: Duration::MAX,
+            ..place.domain.on(&place.device)
+        },
+        Duration::ZERO,
+    )
+    .unwrap();
+    let stream = place.device.stream().unwrap();
     let start = Instant::now();
     let wait = Wait::at_most(LONG).unless(&|| true);
     let late = subscriber.receive(&stream, wait);

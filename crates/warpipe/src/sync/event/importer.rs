@@ -371,10 +371,8 @@ mod tests {
     #[test]
     fn signals_of_a_dead_exporters_device_after_its_events_end_block_no_stream() {
         let device = Device::host();
-        let (exporters, importers) = (
-            EventPage::create(&device).unwrap(),
-            EventPage::create(&device).unwrap(),
-        );
+        let exporters = EventPage::create(&device).unwrap();
+        let importers = EventPage::create(&device).unwrap();
         let (event_words, streams) = (importers.event_words(7), StreamSet::default());
         let (stream, late) = (device.stream().unwrap(), device.stream().unwrap());
         let open = OpenEvents::default();

@@ -35,7 +35,7 @@ use crate::error::{Error, HandleFault, Loss, Result, StateFault};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::AccessPolicy;
 use crate::ipc::handle::{DriverHandle, path_of};
-use crate::options::{CreateOptions, OpenOptions, chosen_device, chosen_domain};
+use crate::options::{CreateOptions, OpenOptions, chosen_device, chosen_place};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{TimedGuard, TimedLock};
 use crate::shm::counter::{SharedCounter, WaitStatus};
@@ -142,10 +142,7 @@ impl Event {
     /// [`Error::Limit`] when the process has 4096; [`Error::File`], or an error of the
     /// device or the system.
     pub fn new(options: CreateOptions) -> Result<Event> {
-        let (domain, device) = (
-            chosen_domain(&options.domain)?,
-            chosen_device(&options.device),
-        );
+        let (domain, device) = chosen_place(&options.domain, &options.device)?;
         let raw = OwnedRawEvent {
             raw: device.backend().create_ipc_event()?,
             device: device.clone(),

@@ -50,10 +50,8 @@ fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done(
         let (stage, (hook, device)) = (Stage::new(&format!("refused-{permits}")), failing());
         let (creator, member) = stage.both(&device, permits);
         let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
-        let (written, seen) = (
-            Arc::new(AtomicU64::new(0)),
-            Arc::new(AtomicU64::new(u64::MAX)),
-        );
+        let written = Arc::new(AtomicU64::new(0));
+        let seen = Arc::new(AtomicU64::new(u64::MAX));
         let others: Vec<Permit> = (1..permits)
             .map(|_| creator.acquire_host(PATIENCE).unwrap())
             .collect();
@@ -121,10 +119,8 @@ fn sections_follow_each_other_also_where_the_driver_refuses_releases() {
     let streams: Vec<Stream> = (0..3).map(|_| device.stream().unwrap()).collect();
     let count = Arc::new(AtomicU64::new(0));
     for round in 0..ROUNDS {
-        let (semaphore, stream) = (
-            if round % 2 == 0 { &creator } else { &member },
-            &streams[round as usize % 3],
-        );
+        let semaphore = if round % 2 == 0 { &creator } else { &member };
+        let stream = &streams[round as usize % 3];
         let permit = semaphore.acquire(stream, PATIENCE).unwrap();
         let count = count.clone();
         stream

@@ -268,10 +268,8 @@ fn acquired_from(end: MemberEnd) -> Result<()> {
         kind: Kind::Semaphore,
     };
     let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(creator))?;
-    let (semaphore, stream) = (
-        Semaphore::open("turns", domain.on(&Device::host()), Duration::ZERO)?,
-        Device::host().stream()?,
-    );
+    let semaphore = Semaphore::open("turns", domain.on(&Device::host()), Duration::ZERO)?;
+    let stream = Device::host().stream()?;
     let patience = Duration::from_secs(60);
     let (tell, outcome) = mpsc::channel();
     std::thread::spawn(move || {

@@ -53,10 +53,8 @@ fn permits_go_to_the_oldest_waiter_and_then_become_free() {
 fn a_waiter_that_gives_up_leaves_nothing_and_keeps_what_it_was_given_meanwhile() {
     let shared_page = shared_page(1);
     shared_page.take_free(1, 0).unwrap();
-    let (early, late) = (
-        shared_page.begin_wait(2).unwrap(),
-        shared_page.begin_wait(3).unwrap(),
-    );
+    let early = shared_page.begin_wait(2).unwrap();
+    let late = shared_page.begin_wait(3).unwrap();
     assert_eq!(shared_page.cancel_wait(early, 2), WaitProgress::Waiting);
     shared_page.hand_on(0, 1);
     assert_eq!(granted(shared_page.cancel_wait(late, 3)), 0);
@@ -211,11 +209,9 @@ fn no_member_panics_or_loops_whatever_another_one_writes() {
 #[test]
 fn never_more_than_the_maximum_are_inside_and_all_permits_are_back_at_the_end() {
     const PERMITS: u32 = 3;
-    let (shared_page, next, here) = (
-        shared_page(PERMITS),
-        AtomicU32::new(1),
-        Mutex::new(BTreeSet::from([CREATOR])),
-    );
+    let shared_page = shared_page(PERMITS);
+    let next = AtomicU32::new(1);
+    let here = Mutex::new(BTreeSet::from([CREATOR]));
     let (inside, is_done) = (AtomicU32::new(0), AtomicBool::new(false));
     let arrive = || {
         let member = next.fetch_add(1, SeqCst);

@@ -119,10 +119,8 @@ fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_unknown() {
         (device.stream().unwrap(), device.stream().unwrap()),
     );
     busy.call(move || assert!(held.recv().is_err())).unwrap();
-    let (own, others) = (
-        creator.acquire(&busy, WAIT).unwrap(),
-        member.acquire(&busy, WAIT).unwrap(),
-    );
+    let own = creator.acquire(&busy, WAIT).unwrap();
+    let others = member.acquire(&busy, WAIT).unwrap();
     let (known, unknown) = (own.index, others.index);
     own.release(&busy).unwrap();
     others.release(&busy).unwrap();
@@ -297,10 +295,8 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
 fn seen_by_the_next_holder(stage: &Stage, device: &Device) -> (bool, u64) {
     let (creator, member) = stage.both(device, 1);
     let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
-    let (written, seen) = (
-        Arc::new(AtomicU64::new(0)),
-        Arc::new(AtomicU64::new(u64::MAX)),
-    );
+    let written = Arc::new(AtomicU64::new(0));
+    let seen = Arc::new(AtomicU64::new(u64::MAX));
     let (go, wait) = mpsc::channel::<()>();
     let permit = creator.acquire(&first, WAIT).unwrap();
     let data = written.clone();

@@ -22,10 +22,8 @@ fn refused(entries: &[String], data_bytes: u64) -> (String, String) {
 #[test]
 fn tensors_of_a_whole_header_lie_where_it_says_in_the_order_of_the_file() {
     let meta = r#""__metadata__":{"format":"pt"}"#.to_string();
-    let (late, early) = (
-        entry("b", "F32", "[2,3]", 4, 28),
-        entry("a", "BF16", "[2]", 0, 4),
-    );
+    let late = entry("b", "F32", "[2,3]", 4, 28);
+    let early = entry("a", "BF16", "[2]", 0, 4);
     let empty = entry("none", "I64", "[0,7]", 28, 28);
     let mut text = header(&[meta, late, early, empty]);
     text.extend_from_slice(b"    ");

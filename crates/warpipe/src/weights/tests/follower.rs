@@ -161,10 +161,8 @@ fn an_update_waits_for_the_work_of_the_stream_and_of_recorded_ones_and_changes_n
             .unwrap()
             .follow();
         drop(stage.publish(2));
-        let (named, other) = (
-            stage.device.stream().unwrap(),
-            stage.device.stream().unwrap(),
-        );
+        let named = stage.device.stream().unwrap();
+        let other = stage.device.stream().unwrap();
         let ((started, is_started), (end, ends)) = (channel(), channel::<()>());
         let work = move || {
             started.send(()).unwrap();

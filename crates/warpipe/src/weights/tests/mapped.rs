@@ -523,10 +523,8 @@ impl Stage {
     /// A version of tensors in parts of their own, in memory that is allocated in this order: each byte
     /// is `byte` and the tensor's number.
     fn publish_parts(&self, byte: u8, order: &[usize]) -> PublishedWeights {
-        let (stream, mut tensors) = (
-            self.device.stream().unwrap(),
-            TensorsInPlace::new(&self.device),
-        );
+        let stream = self.device.stream().unwrap();
+        let mut tensors = TensorsInPlace::new(&self.device);
         for &number in order {
             // Of several lengths, so that none are pieces of one part.
             let memory = Memory::allocate(&self.device, 4096 * (number as u64 + 1)).unwrap();

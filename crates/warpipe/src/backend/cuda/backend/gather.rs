@@ -136,10 +136,8 @@ fn boxed(rows: &Rows) -> Option<CUDA_MEMCPY3D> {
     if rows.bytes() < DRIVERS_ROW_MIN {
         return None;
     }
-    let (to, from) = (
-        pitch(rows, row, slice, |axis| axis.to)?,
-        pitch(rows, row, slice, |axis| axis.from)?,
-    );
+    let to = pitch(rows, row, slice, |axis| axis.to)?;
+    let from = pitch(rows, row, slice, |axis| axis.from)?;
     Some(CUDA_MEMCPY3D {
         src_memory_type: MEMORYTYPE_UNIFIED,
         src_device: rows.from(),
@@ -177,10 +175,8 @@ mod tests {
     use crate::tensor::{DType, Layout};
 
     fn rows(dtype: DType, shape: &[u64], strides: &[i64], offset: u64) -> Rows {
-        let (into, source) = (
-            Layout::contiguous(dtype, shape).unwrap(),
-            Layout::strided(dtype, shape, strides, offset).unwrap(),
-        );
+        let into = Layout::contiguous(dtype, shape).unwrap();
+        let source = Layout::strided(dtype, shape, strides, offset).unwrap();
         Rows::between(1 << 32, &into, 1 << 40, &source).unwrap()
     }
 

@@ -353,13 +353,11 @@ fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_
 #[test]
 fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
     let fixture = QueueFixture::new();
-    let (queue, stream) = (
-        fixture.build(|it| QueueOptions {
-            prefetch: 256,
-            ..it
-        }),
-        &fixture.stream,
-    );
+    let queue = fixture.build(|it| QueueOptions {
+        prefetch: 256,
+        ..it
+    });
+    let stream = &fixture.stream;
     let options = WorkerOptions {
         answer_timeout: Duration::ZERO,
         ..fixture.domain.on(&fixture.device)
