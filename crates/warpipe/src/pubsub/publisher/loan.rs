@@ -91,6 +91,8 @@ impl SampleMut {
     ///
     /// # Errors
     /// [`Error::Argument`] for more.
+    ///
+    /// [`Error::Argument`]: crate::Error::Argument
     pub fn set_metadata(&mut self, bytes: &[u8]) -> Result<()> {
         let head = &self.metadata.as_bytes()[..self.head_bytes.into()];
         self.metadata = Metadata::behind(head, bytes)?;
@@ -112,6 +114,10 @@ impl SampleMut {
     /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes and the stream is one
     /// of the publisher's device; [`Error::Timeout`] when too much is on its way behind streams
     /// that are blocked; [`Error::Driver`].
+    ///
+    /// [`Error::Argument`]: crate::Error::Argument
+    /// [`Error::Driver`]: crate::Error::Driver
+    /// [`Error::Timeout`]: crate::Error::Timeout
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
         let layout = self.layout;
         self.write_at(stream, (self.address, &layout), bytes)
@@ -147,6 +153,12 @@ impl SampleMut {
     /// fails ([`Error::Driver`]) the error contains no loan: subscribers see that the sample is
     /// lost. While another thread's send of the same publisher is held up by the driver (its
     /// stream's launch queue is full), `Timeout` after 10 s.
+    ///
+    /// [`Error::Argument`]: crate::Error::Argument
+    /// [`Error::Driver`]: crate::Error::Driver
+    /// [`Error::Limit`]: crate::Error::Limit
+    /// [`Error::State`]: crate::Error::State
+    /// [`Error::Timeout`]: crate::Error::Timeout
     pub fn send(self, stream: &Stream) -> Result<u64, SendError> {
         let to = Recipients::All;
         self.give(None, stream, to, None, |_, sent| sent.sequence)
@@ -238,6 +250,9 @@ impl SampleMut {
     /// [`Error::Driver`]: the slot is back once the stream is known to have done that work.
     /// [`Error::Argument`] for a stream of another device: the slot is back as if the loan were
     /// dropped.
+    ///
+    /// [`Error::Argument`]: crate::Error::Argument
+    /// [`Error::Driver`]: crate::Error::Driver
     pub fn discard(mut self, stream: &Stream) -> Result<()> {
         self.core.owner_process.check()?;
         let foreign = stream.check_of(&self.core.device);
