@@ -19,7 +19,7 @@ use crate::process::Home;
 use crate::stream::Consumer;
 use crate::torch_allocator;
 use crate::view::View;
-use crate::wait::{Given, Limit, hand_over};
+use crate::wait::{Given, Limit, WaitLimit, hand_over};
 
 /// Shares memory that other libraries allocate in this process, for ``warpipe.torch``.
 #[pyclass(frozen, extends = Named, module = "warpipe._warpipe", name = "_AllocationServer")]
@@ -137,7 +137,7 @@ impl AllocationClient {
         domain: Option<Domain>,
     ) -> PyResult<PyClassInitializer<AllocationClient>> {
         let open = |options, wait: Wait<'_>| warpipe::AllocationClient::open(name, options, wait);
-        let (client, _) = opened(py, (domain, Some(device)), Limit::ZERO, open)?;
+        let (client, _) = opened(py, (domain, Some(device)), WaitLimit::ZERO, open)?;
         let handle = CloseableHandle::new("client of allocations", name, client)?;
         let base = handle.base();
         Ok(base.add_subclass(AllocationClient { handle }))

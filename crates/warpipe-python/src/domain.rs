@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::errors::Fault;
 use crate::thread_exit;
 use crate::tuples;
-use crate::wait::{Limit, waiting};
+use crate::wait::{WaitLimit, waiting};
 
 /// The directory in which endpoint names live.
 ///
@@ -64,7 +64,7 @@ pub fn place(
 pub fn opened<T: Send>(
     py: Python<'_>,
     (domain, device): (Option<Domain>, Option<Device>),
-    wait: Limit,
+    wait: WaitLimit,
     open: impl FnOnce(OpenOptions, Wait<'_>) -> warpipe::Result<T> + Send,
 ) -> PyResult<(T, warpipe::Device)> {
     let (domain, device) = place(domain, device)?;

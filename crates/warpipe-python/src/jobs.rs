@@ -19,7 +19,7 @@ use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
 use crate::metadata::Metadata;
 use crate::tuples::{self, Info};
-use crate::wait::{Given, Limit, Timeout, optional, seconds, waiting};
+use crate::wait::{Given, Limit, Seconds, Timeout, optional, seconds, waiting};
 
 /// Submits jobs to a queue of its own, or requests to a service.
 #[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Jobs")]
@@ -58,15 +58,15 @@ impl Jobs {
         device: Option<Device>,
         prefetch: u32,
         max_attempts: u32,
-        lease_timeout: Option<f64>,
+        lease_timeout: Option<Seconds>,
         limit: usize,
         memory_limit: u64,
-        spin: Option<f64>,
-        timeout: Option<f64>,
-        loan_timeout: Option<f64>,
+        spin: Option<Seconds>,
+        timeout: Option<Seconds>,
+        loan_timeout: Option<Seconds>,
         order: &str,
         workers_max: u32,
-        handshake_timeout: f64,
+        handshake_timeout: Seconds,
     ) -> PyResult<PyClassInitializer<Jobs>> {
         let (domain, device) = place(domain, device)?;
         let timeout_name = if client { "timeout" } else { "submit_timeout" };

@@ -12,7 +12,7 @@ use crate::domain::{Domain, opened, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::{Consumer, Consumers};
-use crate::wait::Limit;
+use crate::wait::{Limit, WaitLimit};
 
 /// A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
 /// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
@@ -173,14 +173,14 @@ impl KernelRing {
     /// ``RefusedError`` by a ring that has its consumers, has started, or has one of another process on
     /// this GPU without MPS, ``ArgumentError`` for the producer's GPU without MPS, ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = WaitLimit::ZERO),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
     fn open(
         py: Python<'_>,
         name: &str,
         domain: Option<Domain>,
         device: Option<Device>,
-        wait: Limit,
+        wait: WaitLimit,
     ) -> PyResult<Py<KernelRing>> {
         let open = |options, wait: Wait<'_>| warpipe::KernelRing::open(name, options, wait);
         let (ring, device) = opened(py, (domain, device), wait, open)?;

@@ -15,7 +15,7 @@ use crate::inbox::{Calls, Inbox};
 use crate::lease::Lease;
 use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
-use crate::wait::{Given, Limit, SLICE, Timeout, optional, seconds, waiting};
+use crate::wait::{Given, Limit, SLICE, Seconds, Timeout, WaitLimit, optional, seconds, waiting};
 
 /// The library's endpoint.
 #[derive(Debug)]
@@ -83,13 +83,13 @@ impl Leases {
         name: &str,
         domain: Option<Domain>,
         device: Option<Device>,
-        timeout: Option<f64>,
-        answer_timeout: Option<f64>,
-        spin: Option<f64>,
+        timeout: Option<Seconds>,
+        answer_timeout: Option<Seconds>,
+        spin: Option<Seconds>,
         memory_limit: u64,
-        handshake_timeout: f64,
+        handshake_timeout: Seconds,
         stream: Given<'_, '_>,
-        wait: Limit,
+        wait: WaitLimit,
         clients_max: usize,
     ) -> PyResult<PyClassInitializer<Leases>> {
         let (domain, device) = place(domain, device)?;

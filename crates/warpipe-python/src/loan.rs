@@ -193,14 +193,12 @@ impl Loan {
     }
 
     /// ``loan[name]``.
-    fn _part(&self, py: Python<'_>, name: &str) -> PyResult<Py<Part>> {
+    fn _part(&self, py: Python<'_>, name: &Bound<'_, PyAny>) -> PyResult<Py<Part>> {
         let memory = self.owner.memory()?;
-        let open = self.open()?;
-        let parts = match open.as_ref().map(|open| &open.slot) {
-            Some(Slot::Sample(sample)) => sample.parts().to_vec(),
-            _ => Vec::new(),
+        let parts = match &*self.open()? {
+            Some(open) => open.slot.parts().to_vec(),
+            None => Vec::new(),
         };
-        drop(open);
         Part::find(py, memory, &parts, name, Some(&self.owner))
     }
 

@@ -28,11 +28,12 @@ impl Part {
         py: Python<'_>,
         whole: Memory,
         parts: &[warpipe::Part],
-        name: &str,
+        name: &Bound<'_, PyAny>,
         loan: Option<&Arc<Holding>>,
     ) -> PyResult<Py<Part>> {
-        let part = parts.iter().find(|part| *part.name == *name);
-        let part = part.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
+        let text = name.extract::<&str>().ok();
+        let part = parts.iter().find(|part| Some(&*part.name) == text);
+        let part = part.ok_or_else(|| PyKeyError::new_err(name.clone().unbind()))?;
         let memory = Memory {
             layout: part.layout,
             address: part.ptr,
@@ -67,7 +68,7 @@ impl FrameParts {
 
 #[pymethods]
 impl FrameParts {
-    fn __getitem__(slf: &Bound<'_, FrameParts>, name: &str) -> PyResult<Py<Part>> {
+    fn __getitem__(slf: &Bound<'_, FrameParts>, name: &Bound<'_, PyAny>) -> PyResult<Py<Part>> {
         let memory = slf.as_super().get().memory()?;
         Part::find(slf.py(), memory, &slf.get().parts, name, None)
     }
@@ -92,36 +93,27 @@ impl FrameParts {
     }
 }
 
-/// Tensors of other libraries, with their names.
-type Named<'py> = Vec<(String, Bound<'py, PyAny>)>;
-
-/// The named tensors of a mapping; `None` for anything else.
-pub fn items<'py>(found: &Bound<'py, PyAny>) -> PyResult<Option<Named<'py>>> {
-    match found.cast::<PyMapping>() {
-        Ok(mapping) if mapping.is_empty()? => {
-            let allowed = "at least one named tensor";
-            Err(Fault::argument("tensor", "an empty mapping", allowed).into())
-        }
-        Ok(mapping) => mapping
-            .items()?
-            .iter()
-            .map(named)
-            .collect::<PyResult<_>>()
-            .map(Some),
-        Err(_) => Ok(None),
+/// The names and values of an argument that is a mapping of one at least.
+pub fn items<'py, T: FromPyObjectOwned<'py, Error = PyErr>>(
+    argument: &str,
+    mapping: &Bound<'py, PyMapping>,
+) -> PyResult<Vec<(String, T)>> {
+    if mapping.is_empty()? {
+        let allowed = "at least one named tensor";
+        return Err(Fault::argument(argument, "an empty mapping", allowed).into());
     }
-}
-
-fn named<'py>(pair: Bound<'py, PyAny>) -> PyResult<(String, Bound<'py, PyAny>)> {
-    let (name, tensor) = pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
-    match name.extract() {
-        Ok(name) => Ok((name, tensor)),
-        Err(_) => {
-            let (name, class) = (name.repr()?, name.get_type().qualname()?);
-            let said = format!("the name {name} is a {class}; names of tensors are texts");
-            Err(PyTypeError::new_err(said))
+    let named = |pair: Bound<'py, PyAny>| {
+        let (name, value) = pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
+        match name.extract() {
+            Ok(name) => Ok((name, value.extract()?)),
+            Err(_) => {
+                let (name, class) = (name.repr()?, name.get_type().qualname()?);
+                let said = format!("the name {name} is a {class}; names of tensors are texts");
+                Err(PyTypeError::new_err(said))
+            }
         }
-    }
+    };
+    mapping.items()?.iter().map(named).collect()
 }
 
 /// What was found for the tensor of this name; an error notes the name.

@@ -16,7 +16,7 @@ use crate::memory_owner::OwnedMemory;
 use crate::ticket::Ticket;
 use crate::tuples::{Info, pool_usage};
 use crate::view::View;
-use crate::wait::{Limit, waiting};
+use crate::wait::{Limit, WaitLimit, waiting};
 
 /// Memory that is lent in blocks, to this process and to others.
 ///
@@ -184,14 +184,14 @@ impl PoolClient {
     /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
     /// ``InvalidNameError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = WaitLimit::ZERO),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
     fn open(
         py: Python<'_>,
         name: &str,
         domain: Option<Domain>,
         device: Option<Device>,
-        wait: Limit,
+        wait: WaitLimit,
     ) -> PyResult<Py<PoolClient>> {
         let open = |options, wait: Wait<'_>| warpipe::PoolClient::open(name, options, wait);
         let (client, _) = opened(py, (domain, device), wait, open)?;

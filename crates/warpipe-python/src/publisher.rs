@@ -25,7 +25,7 @@ use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
-use crate::wait::{Given, Limit, optional, seconds, until, waiting};
+use crate::wait::{Given, Limit, Seconds, optional, seconds, until, waiting};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -225,9 +225,9 @@ fn warn_of_copy(py: Python<'_>, why: PyErr) -> PyResult<()> {
 #[pymethods]
 impl Publisher {
     #[new]
-    #[pyo3(signature = (name, *, domain = None, device = None, depth = 16, policy = "block", timeout = Some(5.0),
-        history = 0, timestamps = false, memory_limit = 4 << 30, loan_timeout = Some(5.0), evict_after = None, subscribers_max = 256,
-        handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()),
+    #[pyo3(signature = (name, *, domain = None, device = None, depth = 16, policy = "block", timeout = Seconds(5.0),
+        history = 0, timestamps = false, memory_limit = 4 << 30, loan_timeout = Seconds(5.0), evict_after = None, subscribers_max = 256,
+        handshake_timeout = Seconds(5.0), allow_uids = Vec::new(), allow_gids = Vec::new()),
         text_signature = "(name, *, domain=None, device=None, depth=16, policy='block', timeout=5.0, history=0, \
         timestamps=False, memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, \
         handshake_timeout=5.0, allow_uids=(), \
@@ -243,14 +243,14 @@ impl Publisher {
         device: Option<Device>,
         depth: u32,
         policy: &str,
-        timeout: Option<f64>,
+        timeout: Option<Seconds>,
         history: u32,
         timestamps: bool,
         memory_limit: u64,
-        loan_timeout: Option<f64>,
-        evict_after: Option<f64>,
+        loan_timeout: Option<Seconds>,
+        evict_after: Option<Seconds>,
         subscribers_max: u32,
-        handshake_timeout: f64,
+        handshake_timeout: Seconds,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<PyClassInitializer<Publisher>> {
@@ -347,7 +347,10 @@ impl Publisher {
     ) -> PyResult<u64> {
         self.inner()?;
         let stream = Consumer::optional(py, &self.context.device, stream)?;
-        let several = parts::items(tensor)?;
+        let several = tensor.cast::<PyMapping>().ok();
+        let several: Option<Vec<(String, Bound<'_, PyAny>)>> = several
+            .map(|mapping| parts::items("tensor", mapping))
+            .transpose()?;
         let is_several = several.is_some();
         let find = |lasting| -> PyResult<Sources<'_>> {
             let wanted = Wanted {
@@ -414,8 +417,8 @@ impl Publisher {
         metadata: Option<Metadata>,
     ) -> PyResult<Py<Outgoing>> {
         self.inner()?;
-        type Described<'py> = (String, (Bound<'py, PyAny>, Bound<'py, PyAny>));
-        let described: Vec<Described<'_>> = parts.items()?.extract()?;
+        type Described<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
+        let described: Vec<(String, Described<'_>)> = parts::items("parts", parts)?;
         let layouts = described
             .iter()
             .map(|(name, (shape, dtype))| Ok((&**name, dtype::layout(shape, dtype)?)));

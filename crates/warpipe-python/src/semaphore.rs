@@ -16,7 +16,7 @@ use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
-use crate::wait::{Given, Limit};
+use crate::wait::{Given, Limit, WaitLimit};
 
 /// A limit of concurrent holders, across processes, on streams and on the CPU.
 ///
@@ -166,14 +166,14 @@ impl Semaphore {
     /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
     /// ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = WaitLimit::ZERO),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
     fn open(
         py: Python<'_>,
         name: &str,
         domain: Option<Domain>,
         device: Option<Device>,
-        wait: Limit,
+        wait: WaitLimit,
     ) -> PyResult<Py<Semaphore>> {
         let open = |options, wait: Wait<'_>| warpipe::Semaphore::open(name, options, wait);
         let (inner, device) = opened(py, (domain, device), wait, open)?;

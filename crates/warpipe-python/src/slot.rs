@@ -1,9 +1,11 @@
 //! The memory on loan behind a Python object: a publisher's, or a queue's.
 
+use std::ops::Deref;
+
 use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use warpipe::backend::DevicePtr;
-use warpipe::{Layout, SampleMut, SlotHold, Stream};
+use warpipe::{Layout, SampleMut, Stream};
 
 use crate::copies::Target;
 use crate::detached::DropDetached;
@@ -32,36 +34,6 @@ impl Slot {
         match self {
             Slot::Work(loan) => Ok(loan.into_inner()),
             Slot::Sample(_) => Err(Fault::argument("the loan", "a publisher's", owner)),
-        }
-    }
-
-    pub fn layout(&self) -> &Layout {
-        match self {
-            Slot::Sample(sample) => sample.layout(),
-            Slot::Work(loan) => loan.layout(),
-        }
-    }
-
-    /// The address of the element with all indices 0.
-    pub fn ptr(&self) -> DevicePtr {
-        match self {
-            Slot::Sample(sample) => sample.ptr(),
-            Slot::Work(loan) => loan.ptr(),
-        }
-    }
-
-    /// The address of the first byte.
-    pub fn slot_ptr(&self) -> DevicePtr {
-        match self {
-            Slot::Sample(sample) => sample.slot_ptr(),
-            Slot::Work(loan) => loan.slot_ptr(),
-        }
-    }
-
-    pub fn hold(&self) -> SlotHold {
-        match self {
-            Slot::Sample(sample) => sample.hold(),
-            Slot::Work(loan) => loan.hold(),
         }
     }
 
@@ -101,6 +73,17 @@ impl Slot {
             Slot::Sample(sample) => sample.into_inner().discard(stream),
             Slot::Work(loan) => loan.into_inner().discard(stream),
         }?)
+    }
+}
+
+impl Deref for Slot {
+    type Target = SampleMut;
+
+    fn deref(&self) -> &SampleMut {
+        match self {
+            Slot::Sample(sample) => sample,
+            Slot::Work(loan) => loan,
+        }
     }
 }
 

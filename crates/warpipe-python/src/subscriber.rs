@@ -16,7 +16,7 @@ use crate::inbox::{Calls, Inbox};
 use crate::parts::FrameParts;
 use crate::publisher::word_of;
 use crate::stream::stream_of;
-use crate::wait::{Given, Limit, SLICE, Timeout, optional, seconds, waiting};
+use crate::wait::{Given, Limit, SLICE, Seconds, Timeout, WaitLimit, optional, seconds, waiting};
 
 /// The default limit of a receive.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -75,8 +75,8 @@ impl Subscriber {
 #[pymethods]
 impl Subscriber {
     #[new]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO, reconnect = false, timeout = Timeout::USUAL,
-        spin = None, handshake_timeout = 5.0, orphan_timeout = 30.0, stream = None),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = WaitLimit::ZERO, reconnect = false, timeout = Timeout::USUAL,
+        spin = None, handshake_timeout = Seconds(5.0), orphan_timeout = Seconds(30.0), stream = None),
         text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=..., spin=None, \
         handshake_timeout=5.0, orphan_timeout=30.0, stream=None)")]
     #[expect(
@@ -88,12 +88,12 @@ impl Subscriber {
         name: &str,
         domain: Option<Domain>,
         device: Option<Device>,
-        wait: Limit,
+        wait: WaitLimit,
         reconnect: bool,
         timeout: Timeout,
-        spin: Option<f64>,
-        handshake_timeout: f64,
-        orphan_timeout: f64,
+        spin: Option<Seconds>,
+        handshake_timeout: Seconds,
+        orphan_timeout: Seconds,
         stream: Given<'_, '_>,
     ) -> PyResult<PyClassInitializer<Subscriber>> {
         let (domain, device) = place(domain, device)?;

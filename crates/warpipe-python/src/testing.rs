@@ -18,7 +18,7 @@ use crate::memory_owner::{DeviceMalloc, OwnedMemory};
 use crate::publisher::Publisher;
 use crate::stream::{Consumer, Stream};
 use crate::view::View;
-use crate::wait::seconds;
+use crate::wait::{Seconds, seconds};
 
 static SKIPPED: AtomicBool = AtomicBool::new(false);
 
@@ -43,7 +43,7 @@ fn _slow_fill(
     loan: &Bound<'_, Loan>,
     stream: &Bound<'_, Stream>,
     seed: u64,
-    delay: f64,
+    delay: Seconds,
 ) -> PyResult<()> {
     let memory = loan.get().memory()?;
     let delay = seconds(delay, "delay")?;

@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::Fault;
 use crate::shared_memory::SharedMemory;
-use crate::wait::{Limit, waiting};
+use crate::wait::{WaitLimit, waiting};
 
 /// Names memory of a process on this machine: a text that can be sent through a file, a pipe, an
 /// environment variable, or pickled. It is no secret and grants no access: the owner checks each
@@ -72,8 +72,8 @@ impl Ticket {
     ///
     /// Raises ``SystemCallError``, ``TimeoutError``, ``HandleError``.
     #[staticmethod]
-    #[pyo3(signature = (path, *, wait = Limit::ZERO), text_signature = "(path, *, wait=0.0)")]
-    fn read_file(py: Python<'_>, path: PathBuf, wait: Limit) -> PyResult<Ticket> {
+    #[pyo3(signature = (path, *, wait = WaitLimit::ZERO), text_signature = "(path, *, wait=0.0)")]
+    fn read_file(py: Python<'_>, path: PathBuf, wait: WaitLimit) -> PyResult<Ticket> {
         let inner = waiting(
             py,
             wait.0,
@@ -125,12 +125,12 @@ impl Ticket {
     ///
     /// Raises ``NotFoundError``, ``TicketExpiredError``, ``HandleError``, ``OtherKindError``,
     /// ``AccessDeniedError``, ``ArgumentError``, ``DeviceError``.
-    #[pyo3(signature = (*, device = None, wait = Limit::ZERO), text_signature = "($self, *, device=None, wait=0.0)")]
+    #[pyo3(signature = (*, device = None, wait = WaitLimit::ZERO), text_signature = "($self, *, device=None, wait=0.0)")]
     fn open<'py>(
         &self,
         py: Python<'py>,
         device: Option<Device>,
-        wait: Limit,
+        wait: WaitLimit,
     ) -> PyResult<Bound<'py, SharedMemory>> {
         let device = Device::or_preferred(device);
         let open = |wait: Wait<'_>| Ok(self.inner.open(&device, wait)?);

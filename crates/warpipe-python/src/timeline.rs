@@ -10,7 +10,7 @@ use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{Given, HELD_UP, Limit, waiting};
+use crate::wait::{Given, HELD_UP, Limit, WaitLimit, waiting};
 
 /// A named number that only grows: one process's streams signal it, other processes' streams wait
 /// for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
@@ -82,14 +82,14 @@ impl Timeline {
     /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
     /// ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None, wait = Limit::ZERO),
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = WaitLimit::ZERO),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
     fn open(
         py: Python<'_>,
         name: &str,
         domain: Option<Domain>,
         device: Option<Device>,
-        wait: Limit,
+        wait: WaitLimit,
     ) -> PyResult<Py<Timeline>> {
         let open = |options, wait: Wait<'_>| warpipe::Timeline::open(name, options, wait);
         let (timeline, device) = opened(py, (domain, device), wait, open)?;

@@ -5,6 +5,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::PyEllipsis;
 use warpipe::{Error, Wait};
@@ -19,22 +20,51 @@ pub const SLICE: Duration = Duration::from_millis(50);
 /// An argument that may be left out, of a type that another argument decides.
 pub type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// The limit of a wait as an argument: seconds, or `None` for no limit.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Limit(pub Option<Duration>);
+/// A number of seconds as an argument. An integer that no float holds is infinite, which no wait takes.
+#[derive(Debug, Clone, Copy)]
+pub struct Seconds(pub f64);
 
-impl Limit {
-    pub const ZERO: Limit = Limit(Some(Duration::ZERO));
-    pub const TEN: Limit = Limit(Some(Duration::from_secs(10)));
-    pub const NONE: Limit = Limit(None);
-}
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Limit {
+impl<'a, 'py> FromPyObject<'a, 'py> for Seconds {
     type Error = PyErr;
 
-    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Limit> {
+    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Seconds> {
         prepare_exit();
-        Ok(Limit(optional(found.extract()?, "the limit")?))
+        match found.extract::<f64>() {
+            Err(error) if error.is_instance_of::<PyOverflowError>(found.py()) => {
+                let is_negative = found.lt(0)?;
+                Ok(Seconds(if is_negative {
+                    -f64::INFINITY
+                } else {
+                    f64::INFINITY
+                }))
+            }
+            number => number.map(Seconds),
+        }
+    }
+}
+
+/// The limit of a wait as an argument, `wait` or `timeout`: seconds, or `None` for no limit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LimitOf<const IS_WAIT: bool>(pub Option<Duration>);
+
+/// The argument `timeout`.
+pub type Limit = LimitOf<false>;
+
+/// The argument `wait`.
+pub type WaitLimit = LimitOf<true>;
+
+impl<const IS_WAIT: bool> LimitOf<IS_WAIT> {
+    pub const ZERO: Self = LimitOf(Some(Duration::ZERO));
+    pub const TEN: Self = LimitOf(Some(Duration::from_secs(10)));
+    pub const NONE: Self = LimitOf(None);
+}
+
+impl<'a, 'py, const IS_WAIT: bool> FromPyObject<'a, 'py> for LimitOf<IS_WAIT> {
+    type Error = PyErr;
+
+    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let argument = if IS_WAIT { "wait" } else { "timeout" };
+        Ok(LimitOf(optional(found.extract()?, argument)?))
     }
 }
 
@@ -57,15 +87,13 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Timeout {
 
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Timeout> {
         let is_usual = found.is_instance_of::<PyEllipsis>();
-        (!is_usual)
-            .then(|| found.extract())
-            .transpose()
-            .map(Timeout)
+        let limit = (!is_usual).then(|| found.extract());
+        limit.transpose().map(Timeout)
     }
 }
 
-/// `value` seconds as a duration.
-pub fn seconds(value: f64, argument: &str) -> PyResult<Duration> {
+/// The seconds of an argument as a duration.
+pub fn seconds(Seconds(value): Seconds, argument: &str) -> PyResult<Duration> {
     let allowed = "a number of seconds from 0, or None to wait as long as it takes";
     // As Python formats it: not three hundred digits of a value that is far too large.
     Duration::try_from_secs_f64(value)
@@ -73,7 +101,7 @@ pub fn seconds(value: f64, argument: &str) -> PyResult<Duration> {
 }
 
 /// The same of an argument that may be `None`.
-pub fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>> {
+pub fn optional(value: Option<Seconds>, argument: &str) -> PyResult<Option<Duration>> {
     value.map(|value| seconds(value, argument)).transpose()
 }
 

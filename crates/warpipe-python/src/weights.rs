@@ -21,7 +21,9 @@ use crate::memory_owner::{MemoryOwner, OpenWeights, OwnedMemory, await_stream};
 use crate::process::Home;
 use crate::stream::{Consumer, likely};
 use crate::view::View;
-use crate::wait::{Given, Limit, hand_over, in_slices, late, none_if_late, on_a_thread, waiting};
+use crate::wait::{
+    Given, Limit, WaitLimit, hand_over, in_slices, late, none_if_late, on_a_thread, waiting,
+};
 use crate::weights_publish::{_publish_weights, PhaseClock, Phases};
 
 /// Adds the classes.
@@ -552,7 +554,7 @@ fn _open_weights<'py>(
     name: &str,
     device: Option<Device>,
     domain: Option<Domain>,
-    wait: Limit,
+    wait: WaitLimit,
 ) -> PyResult<Bound<'py, SharedWeights>> {
     let place = Place::of(name, device, domain)?;
     let opened = place.open_after(py, 0, wait.0, || Ok(()))?;
@@ -589,7 +591,7 @@ fn _verify_weights(
     name: &str,
     device: Option<Device>,
     domain: Option<Domain>,
-    wait: Limit,
+    wait: WaitLimit,
 ) -> PyResult<u64> {
     let place = Place::of(name, device, domain)?;
     let verify = |wait: Wait<'_>| {

@@ -26,7 +26,7 @@ use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::thread_exit::prepare_exit;
 use crate::view::View;
-use crate::wait::{Limit, waiting};
+use crate::wait::{WaitLimit, waiting};
 use crate::weights::{LOOK, PublishedWeights, SharedWeights};
 
 /// How often a loop over tensors looks for signals.
@@ -102,7 +102,7 @@ impl PhaseClock {
 /// Publishes tensors: the publication, their number, why some were copied that were to be published
 /// where they lie, and the seconds of each step.
 #[pyfunction]
-#[pyo3(signature = (name, names, tensors, *, device = None, domain = None, wait = Limit::NONE, zero_copy = ZeroCopy::No,
+#[pyo3(signature = (name, names, tensors, *, device = None, domain = None, wait = WaitLimit::NONE, zero_copy = ZeroCopy::No,
     hash = "device", layout = "as_is", metadata = Vec::new(), base = None),
     text_signature = "(name, names, tensors, *, device=None, domain=None, wait=None, zero_copy=False, hash='device', \
     layout='as_is', metadata=b'', base=None)")]
@@ -117,7 +117,7 @@ pub fn _publish_weights(
     tensors: Vec<Bound<'_, PyAny>>,
     device: Option<Device>,
     domain: Option<Domain>,
-    wait: Limit,
+    wait: WaitLimit,
     zero_copy: ZeroCopy,
     hash: &str,
     layout: &str,

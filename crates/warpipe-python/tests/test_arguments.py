@@ -133,3 +133,31 @@ def test_a_name_that_is_too_long_is_told_as_it_was_given(domain, device, kind, l
     name = "n" * (limit + 1)
     with pytest.raises(warpipe.InvalidNameError, match=f"^\"{name}\" .* longer than {limit} bytes"):
         getattr(warpipe, kind)(name, domain=domain, device=device)
+
+
+SECONDS = {
+    "Publisher(timeout)": ("timeout", lambda p, n: warpipe.Publisher("b", **p.both, timeout=n)),
+    "Publisher(handshake_timeout)": ("handshake_timeout", lambda p, n: warpipe.Publisher("b", **p.both, handshake_timeout=n)),
+    "Publisher.wait_for_subscribers": ("timeout", lambda p, n: p.publisher.wait_for_subscribers(timeout=n)),
+    "Subscriber(wait)": ("wait", lambda p, n: warpipe.Subscriber("a", **p.both, wait=n)),
+    "Subscriber(timeout)": ("timeout", lambda p, n: warpipe.Subscriber("a", **p.both, timeout=n)),
+    "Subscriber(spin)": ("spin", lambda p, n: warpipe.Subscriber("a", **p.both, spin=n)),
+    "Queue(submit_timeout)": ("submit_timeout", lambda p, n: warpipe.Queue("b", **p.both, submit_timeout=n)),
+    "Queue(lease_timeout)": ("lease_timeout", lambda p, n: warpipe.Queue("b", **p.both, lease_timeout=n)),
+    "Client(timeout)": ("timeout", lambda p, n: warpipe.Client("b", **p.both, timeout=n)),
+    "Worker(wait)": ("wait", lambda p, n: warpipe.Worker("q", **p.both, wait=n)),
+    "Worker(answer_timeout)": ("answer_timeout", lambda p, n: warpipe.Worker("q", **p.both, answer_timeout=n)),
+    "Queue.drain": ("timeout", lambda p, n: p.queue.drain(n)),
+    "Timeline.open": ("wait", lambda p, n: warpipe.Timeline.open("t", **p.both, wait=n)),
+    "Pool.allocate": ("timeout", lambda p, n: p.pool.allocate(1, n)),
+    "weights.open": ("wait", lambda p, n: warpipe.weights.open("w", **p.both, wait=n)),
+    "Ticket.read_file": ("wait", lambda p, n: warpipe.Ticket.read_file("/there/is/none", wait=n)),
+}
+
+
+@pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), 10**400, -(10**400)], ids=["negative", "nan", "inf", "huge", "low"])
+@pytest.mark.parametrize("entry", SECONDS)
+def test_a_time_that_no_wait_takes_is_refused_by_the_name_of_its_argument(places, entry, number):
+    argument, call = SECONDS[entry]
+    with pytest.raises(warpipe.ArgumentError, match=f"^{argument} is "):
+        call(places, number)

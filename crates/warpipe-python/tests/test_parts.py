@@ -206,3 +206,18 @@ def test_memory_that_a_copy_still_writes_is_not_lent_again_after_an_error(open_p
     assert not can_lend(publisher)
     gate.signal(1)
     until(lambda: can_lend(publisher), "the memory")
+
+
+def test_a_loan_of_no_tensor_is_refused(link):
+    publisher, _ = link
+    with pytest.raises(warpipe.ArgumentError, match="^parts is an empty mapping"):
+        publisher.loan_parts({})
+
+
+def test_what_is_no_name_is_no_key_of_a_message_of_several(link):
+    publisher, subscriber = link
+    publisher.send(tensors())
+    with subscriber.receive() as frame:
+        assert 5 not in frame and frame.get(5) is None
+        with pytest.raises(KeyError):
+            frame[5]
