@@ -14,31 +14,30 @@ use crate::stream::{Consumer, likely};
 use crate::testing;
 use crate::wait::Given;
 
-/// What `__dlpack__` is asked.
-pub struct Request<'py> {
-    pub stream: Option<Bound<'py, PyAny>>,
-    pub max_version: Option<(u32, u32)>,
-    pub dl_device: Option<(i32, i32)>,
-    pub copy: Option<bool>,
-}
-
 fn refuse(reason: String) -> PyErr {
     Fault::Own("ExportError", reason).into()
 }
 
 /// A capsule, as the array API standard says.
-pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult<Py<PyAny>> {
+pub fn dlpack(
+    py: Python<'_>,
+    memory: &Memory,
+    stream: Given<'_, '_>,
+    max_version: Option<(u32, u32)>,
+    dl_device: Option<(i32, i32)>,
+    copy: Option<bool>,
+) -> PyResult<Py<PyAny>> {
     let own = dlpack::device_of(&memory.device);
-    let wanted = request.dl_device.unwrap_or(own);
+    let wanted = dl_device.unwrap_or(own);
     let to_host = wanted.0 == CPU && own.0 != CPU;
     if wanted != own && !to_host {
         return Err(refuse(format!(
             "it lies on DLPack device {own:?} and cannot be exported to {wanted:?}; copy it there"
         )));
     }
-    let versioned = dlpack::is_versioned(request.max_version);
-    if to_host || request.copy == Some(true) {
-        if to_host && request.copy == Some(false) {
+    let versioned = dlpack::is_versioned(max_version);
+    if to_host || copy == Some(true) {
+        if to_host && copy == Some(false) {
             return Err(refuse(
                 "from a GPU to the host it must be copied, and `copy` is False".into(),
             ));
@@ -50,7 +49,7 @@ pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult
         }
         return dlpack::export(py, &memory.packed(py)?, None, versioned, true);
     }
-    let stay = ready_for(py, memory, request.stream.as_ref())?;
+    let stay = ready_for(py, memory, stream)?;
     dlpack::export(py, memory, stay, versioned, false)
 }
 

@@ -154,6 +154,12 @@ fn format(dtype: DType) -> Option<&'static CStr> {
     })
 }
 
+/// The element type of a buffer in one of these letters, of so many bytes.
+pub fn from_format(letters: &CStr, bytes: usize) -> Option<DType> {
+    let is_it = |dtype: &&DType| format(**dtype) == Some(letters) && dtype.bytes() == bytes as u64;
+    DType::ALL.iter().find(is_it).copied()
+}
+
 fn is_column_major(layout: &Layout) -> bool {
     let backwards: Vec<u64> = layout.shape().iter().rev().copied().collect();
     let plain = row_major(&backwards).into_iter().rev();

@@ -7,6 +7,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use warpipe::{DType, RANK_MAX};
 
+use crate::buffer;
+use crate::errors::Fault;
+
 /// The most objects remembered: beyond it the table starts anew.
 const KNOWN_MAX: usize = 32;
 
@@ -25,11 +28,8 @@ pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     let module = found.py().import("warpipe._dtypes")?;
     let (name, is_constant) = module
         .call_method1("name_of", (found,))?
-        .extract::<(String, bool)>()?;
-    let dtype = match DType::from_name(&name) {
-        Some(dtype) => dtype,
-        None => from_typestr(&name, || None)?,
-    };
+        .extract::<(Bound<'_, PyAny>, bool)>()?;
+    let dtype = named(&name)?;
     if is_constant {
         remember(found, dtype);
     }
@@ -61,49 +61,19 @@ fn remember(found: &Bound<'_, PyAny>, dtype: DType) {
     drop(before);
 }
 
-/// The type of an array interface's `typestr`; `name` is the element type's own where the string
-/// cannot say it.
-pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyResult<DType> {
-    let parsed = typestr.split_at_checked(2).and_then(|(head, bytes)| {
-        let code = match &head[1..] {
-            "i" => 0,
-            "u" => 1,
-            "f" => 2,
-            "c" => 5,
-            "b" => 6,
-            // Structures, and what has a letter of its own.
-            _ => u8::MAX,
-        };
-        let bytes: u16 = bytes.parse().ok()?;
-        (bytes == 1 || !head.starts_with('>')).then_some((code, bytes))
-    });
-    let known = parsed.and_then(|(code, bytes)| {
-        DType::from_dlpack(code, u8::try_from(bytes.saturating_mul(8)).ok()?)
-    });
-    if let Some(known) = known {
-        return Ok(known);
-    }
-    // NumPy's array interface describes a type from another package as a structure, or as a float
-    // of one byte.
-    let name = name();
-    let named = name.as_deref().and_then(DType::from_name);
-    let is_as_wide = |named: &DType| parsed.is_some_and(|(_, n)| named.bytes() == u64::from(n));
-    if let Some(named) = named.filter(is_as_wide) {
-        return Ok(named);
-    }
-    Python::attach(|py| {
-        let module = py.import("warpipe._dtypes")?;
-        Err(PyErr::from_value(
-            module.call_method1("refusal", (typestr, name))?,
-        ))
-    })
+/// The type of this name, which Python has given.
+pub fn named(name: &Bound<'_, PyAny>) -> PyResult<DType> {
+    let name = name.cast::<PyString>()?.to_str()?;
+    Ok(DType::from_name(name).ok_or_else(|| Fault::dtype(name, "is not known"))?)
 }
 
 /// The type of a buffer's `format` (PEP 3118), of which each element takes so many bytes.
 pub fn from_buffer_format(py: Python<'_>, format: &CStr, bytes: usize) -> PyResult<DType> {
+    if let Some(known) = buffer::from_format(format, bytes) {
+        return Ok(known);
+    }
     let module = py.import("warpipe._dtypes")?;
-    let typestr = module.call_method1("of_format", (format.to_string_lossy(), bytes))?;
-    from_typestr(typestr.cast::<PyString>()?.to_str()?, || None)
+    named(&module.call_method1("of_format", (format.to_string_lossy(), bytes))?)
 }
 
 /// The array interface's `typestr`; `None` for a type that it has no letter for.
@@ -136,8 +106,6 @@ pub fn shape(found: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 
 /// The layout of a row-major tensor.
 pub fn layout(shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<warpipe::Layout> {
-    Ok(
-        warpipe::Layout::contiguous(from_argument(dtype)?, &self::shape(shape)?)
-            .map_err(crate::errors::Fault::from)?,
-    )
+    let layout = warpipe::Layout::contiguous(from_argument(dtype)?, &self::shape(shape)?);
+    Ok(layout.map_err(Fault::from)?)
 }

@@ -269,14 +269,6 @@ pub fn classes(py: Python<'_>) -> PyResult<&Py<PyDict>> {
     })
 }
 
-/// Whether an exception is one of this package's.
-pub fn is_of_this_package(py: Python<'_>, error: &PyErr) -> bool {
-    let base = classes(py).and_then(|classes| classes.bind(py).get_item("Error"));
-    base.ok()
-        .flatten()
-        .is_some_and(|base| error.is_instance(py, &base))
-}
-
 /// Makes the exception of the class that `describe` names, with the attributes that it sets.
 fn raise(
     py: Python<'_>,

@@ -1,15 +1,16 @@
 //! Interprocess events and their handles.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString, PyType};
+use pyo3::types::{PyBytes, PyType};
 use warpipe::{OpenOptions, Wait};
 
 use crate::closeable::Closeable;
 use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, place};
-use crate::errors::{Fault, Outcome};
+use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
+use crate::legacy::parsed;
 use crate::stream::Consumer;
 use crate::wait::{HELD_UP, Limit, waiting};
 
@@ -50,21 +51,10 @@ pub struct EventHandle {
 
 impl EventHandle {
     fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<warpipe::EventHandle> {
-        if let Ok(handle) = found.cast::<EventHandle>() {
-            return Ok(handle.get().inner.clone());
+        match found.cast::<EventHandle>() {
+            Ok(handle) => Ok(handle.get().inner.clone()),
+            Err(_) => parsed(found, "EventHandle", warpipe::EventHandle::from_bytes),
         }
-        if let Ok(text) = found.cast::<PyString>() {
-            return Ok(text
-                .to_str()?
-                .parse::<warpipe::EventHandle>()
-                .map_err(Fault::from)?);
-        }
-        let Ok(bytes) = found.cast::<PyBytes>() else {
-            return Err(
-                Fault::argument("handle", found, "an EventHandle, its text, or its bytes").into(),
-            );
-        };
-        Ok(warpipe::EventHandle::from_bytes(bytes.as_bytes()).map_err(Fault::from)?)
     }
 }
 

@@ -1,8 +1,8 @@
 //! The outcome of a job or a request, as a `concurrent.futures.Future` has one: the base of
 //! `JobHandle` and `Pending`.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyBaseException;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -11,17 +11,18 @@ use pyo3::sync::OnceLockExt;
 use pyo3::types::PyDict;
 use warpipe::{Error, JobEnd, StateFault, Wait};
 
-use crate::detached::detached;
+use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::Exclusive;
 use crate::job::{self, Watch};
 use crate::job_endpoint::{JobEndpoint, Submitted};
 use crate::stream::imported;
-use crate::wait::{Limit, SLICE, late, waiting};
+use crate::wait::{Limit, in_slices, late, waiting};
 
 /// An outcome that Python has not been given yet.
 #[derive(Debug)]
 enum Settled {
-    Result(warpipe::JobResult),
+    Result(DropDetached<warpipe::JobResult>),
     Failed(Fault),
     Cancelled,
 }
@@ -32,63 +33,6 @@ enum Given {
     Result(Py<job::Result>),
     Failed(Py<PyBaseException>),
     Cancelled,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// The outcome is known: it is in `settled`, or given.
-    is_settled: bool,
-    is_cancelled: bool,
-    settled: Option<Settled>,
-    /// Threads in the library that may take the outcome there, or cancel it.
-    working: u32,
-}
-
-impl State {
-    /// Gives back an outcome that comes too late.
-    fn settle(&mut self, outcome: Settled) -> Option<Settled> {
-        if self.is_settled {
-            return Some(outcome);
-        }
-        self.is_settled = true;
-        self.is_cancelled = matches!(outcome, Settled::Cancelled);
-        self.settled.replace(outcome)
-    }
-}
-
-/// A thread that works in the library, whatever comes of that.
-struct Working<'a>(&'a Future);
-
-impl<'a> Working<'a> {
-    fn begin(future: &'a Future) -> Working<'a> {
-        future.state().working += 1;
-        Working(future)
-    }
-}
-
-impl Drop for Working<'_> {
-    fn drop(&mut self) {
-        self.0.state().working -= 1;
-        self.0.changed.notify_all();
-    }
-}
-
-/// While a thread that [works](Working) runs the handlers of signals: it takes nothing then, and a
-/// handler may wait for what that thread waits for.
-struct Paused<'a>(&'a Future);
-
-impl<'a> Paused<'a> {
-    fn begin(future: &'a Future) -> Paused<'a> {
-        future.state().working -= 1;
-        future.changed.notify_all();
-        Paused(future)
-    }
-}
-
-impl Drop for Paused<'_> {
-    fn drop(&mut self) {
-        self.0.state().working += 1;
-    }
 }
 
 /// Whether an outcome is for good. Others are the queue's state, and are asked for anew.
@@ -111,8 +55,12 @@ fn is_over(fault: &Fault) -> bool {
 pub struct Future {
     endpoint: Arc<JobEndpoint>,
     source: Submitted,
-    state: Mutex<State>,
-    changed: Condvar,
+    /// One thread at a time takes the outcome out of the queue, or cancels.
+    turn: Exclusive<()>,
+    /// Once the outcome is known: whether it is a cancellation.
+    is_cancelled: OnceLock<bool>,
+    /// The outcome, from then on until Python has it.
+    settled: Mutex<Option<Settled>>,
     given: OnceLock<Given>,
     waits: OnceLock<Py<PyDict>>,
 }
@@ -122,102 +70,85 @@ impl Future {
         Future {
             endpoint: endpoint.clone(),
             source,
-            state: Mutex::default(),
-            changed: Condvar::new(),
+            turn: Exclusive::new(()),
+            is_cancelled: OnceLock::new(),
+            settled: Mutex::default(),
             given: OnceLock::new(),
             waits: OnceLock::new(),
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn settled(&self) -> MutexGuard<'_, Option<Settled>> {
+        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until this object has the outcome; `None` if another thread may be about to say so. An
+    /// Call in turn, once.
+    fn settle(&self, outcome: Settled) {
+        let is_cancelled = matches!(outcome, Settled::Cancelled);
+        *self.settled() = Some(outcome);
+        let _ = self.is_cancelled.set(is_cancelled);
+    }
+
+    /// Takes the outcome of a job that is done; `None` if other threads have the turn for so long. An
     /// error inside is the outcome for now, and not kept. Call without the interpreter.
-    fn look(&self, wait: Wait<'_>) -> Outcome<Option<Outcome<()>>> {
-        self.endpoint.check()?;
-        let working = Working::begin(self);
-        if self.state().is_settled {
-            return Ok(Some(Ok(())));
-        }
-        let outcome = match self
-            .source
-            .wait(&self.endpoint.context.stream, wait)
-            .map_err(Fault::from)
-        {
-            Ok(result) => Settled::Result(result),
-            Err(fault) if is_final(&fault) => Settled::Failed(fault),
-            Err(fault) if is_over(&fault) => {
-                drop(working);
-                let is_here = self.is_here();
-                return Ok(is_here.map(|is_here| if is_here { Ok(()) } else { Err(fault) }));
+    fn take(&self, limit: Duration) -> Outcome<Option<Outcome<()>>> {
+        let take = |_: &mut ()| {
+            if self.is_cancelled.get().is_some() {
+                return Ok(());
             }
-            Err(fault) => return Err(fault),
+            let stream = &self.endpoint.context.stream;
+            let outcome = self.source.wait(stream, Duration::ZERO);
+            self.settle(match outcome.map_err(Fault::from) {
+                Ok(result) => Settled::Result(DropDetached::new(result)),
+                Err(fault) if is_final(&fault) => Settled::Failed(fault),
+                Err(fault) if is_over(&fault) && self.is_cancelled() => Settled::Cancelled,
+                Err(fault) => return Err(fault),
+            });
+            Ok(())
         };
-        let unused = self.state().settle(outcome);
-        drop(unused);
-        Ok(Some(Ok(())))
-    }
-
-    /// Whether this object has the outcome of a job that the queue has no more; `None` if threads that
-    /// may be about to say so do not within a slice.
-    fn is_here(&self) -> Option<bool> {
-        let busy = |state: &mut State| state.working > 0 && !state.is_settled;
-        let waited = self.changed.wait_timeout_while(self.state(), SLICE, busy);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if busy(&mut state) {
-            return None;
+        match self.turn.with(limit, take) {
+            Ok(Some(Err(fault))) if !is_over(&fault) => Err(fault),
+            taken => Ok(taken.unwrap_or(None)),
         }
-        if !state.is_settled {
-            drop(state);
-            if !self.endpoint.has_cancelled(self.source.id(), SLICE)? {
-                return Some(false);
-            }
-            let unused = self.state().settle(Settled::Cancelled);
-            drop(unused);
-        }
-        Some(true)
     }
 
     /// Waits for the outcome. An interrupted wait has taken nothing. An error inside is the outcome
     /// for now.
     fn wait(&self, py: Python<'_>, timeout: Limit) -> PyResult<Outcome<&Given>> {
-        let (start, mut left) = (Instant::now(), timeout.0);
-        loop {
+        self.endpoint.check()?;
+        if self.is_cancelled.get().is_none() {
+            let start = Instant::now();
             let noun = match self.source {
                 Submitted::Job(_) => "result of job",
                 Submitted::Request(_) => "reply to request",
             };
             let (job, name) = (self.source.id(), &self.endpoint.name);
             let described = || format!("the {noun} {job} of {name:?}");
-            let looked = waiting(
-                py,
-                left,
-                || Ok(Paused::begin(self)),
-                |wait| self.look(wait).map_err(|late| late.of(described)),
-            )?;
-            match looked {
-                Some(outcome) => return Ok(outcome.map(|()| self.given(py))),
-                None if left.is_some_and(|left| left.is_zero()) => {
-                    return Err(late(described(), timeout.0).into());
-                }
-                None => py.check_signals()?,
+            let done = |wait: Wait<'_>| match self.source.wait_until_done(wait).map_err(Fault::from)
+            {
+                Err(fault) if !is_over(&fault) => Err(fault.of(described)),
+                _ => Ok(()),
+            };
+            waiting(py, timeout.0, || Ok(()), done)?;
+            let left = timeout.0;
+            let left = left.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            match in_slices(py, left, |slice| self.take(slice))? {
+                Some(Ok(())) => {}
+                Some(Err(fault)) => return Ok(Err(fault)),
+                None => return Err(late(described(), timeout.0).into()),
             }
-            left = timeout
-                .0
-                .map(|timeout| timeout.saturating_sub(start.elapsed()));
         }
+        Ok(Ok(self.given(py)))
     }
 
     /// The outcome that was settled.
     fn given(&self, py: Python<'_>) -> &Given {
         self.given.get_or_init_py_attached(py, || {
-            let settled = self.state().settled.take();
+            let settled = self.settled().take();
             let failed = |error: PyErr| Given::Failed(error.into_value(py));
             match settled {
                 Some(Settled::Result(result)) => {
-                    job::Result::new(py, result, &self.endpoint.context.device)
+                    job::Result::new(py, result.into_inner(), &self.endpoint.context.device)
                         .map_or_else(failed, Given::Result)
                 }
                 Some(Settled::Failed(fault)) => failed(fault.into()),
@@ -229,58 +160,41 @@ impl Future {
     /// Whether the outcome is there, or none can come. Call without the interpreter.
     fn is_done(&self) -> Outcome<bool> {
         self.endpoint.check()?;
-        if self.state().is_settled {
-            return Ok(true);
+        match self.source.is_done().map_err(Fault::from) {
+            Err(fault) if is_over(&fault) => Ok(true),
+            found => found,
         }
-        let is_over = match self.source.is_done().map_err(Fault::from) {
-            Err(fault) if is_over(&fault) => true,
-            found => found?,
-        };
-        // A thread that has taken it out of the queue is about to say what has become of it.
-        Ok(is_over && self.is_here().is_some())
     }
 
-    fn is_cancelled(&self) -> Outcome<bool> {
-        Ok(self.is_done()? && self.state().is_cancelled)
+    /// Whether it was cancelled, here or by a shutdown.
+    fn is_cancelled(&self) -> bool {
+        let known = self.is_cancelled.get().copied();
+        known.unwrap_or_else(|| self.endpoint.has_cancelled(self.source.id()))
     }
 
-    /// Cancels it, if it has no outcome yet; says whether this call did it; `None` if it is
-    /// not cancelled. Call without the interpreter.
-    fn call_off(&self) -> Outcome<Option<bool>> {
-        if self.is_cancelled()? {
-            return Ok(Some(false));
-        }
-        let working = Working::begin(self);
-        let off = match self.source.is_done() {
-            Ok(false) => self.source.cancel(),
-            done => done.map(|_| false),
-        };
-        match off.map_err(Fault::from) {
-            Ok(true) => {
-                let mut state = self.state();
-                let unused = state.settle(Settled::Cancelled);
-                let is_cancelled = state.is_cancelled;
-                drop((state, unused));
-                Ok(is_cancelled.then_some(true))
+    /// Cancels it, if it has no outcome yet; says whether this call did it; `None` if it is not
+    /// cancelled. An outer `None` if other threads have the turn for so long. Call without the
+    /// interpreter.
+    fn call_off(&self, limit: Duration) -> Outcome<Option<Option<bool>>> {
+        self.endpoint.check()?;
+        let call_off = |_: &mut ()| {
+            if self.is_cancelled() {
+                return Ok(Some(false));
             }
-            Err(fault) if !is_over(&fault) => Err(fault),
-            // Another thread's cancellation is this one's, too.
-            _ => {
-                drop(working);
-                self.is_here();
-                Ok(self.state().is_cancelled.then_some(false))
+            let off = match self.source.is_done() {
+                Ok(false) => self.source.cancel(),
+                done => done.map(|_| false),
+            };
+            match off.map_err(Fault::from) {
+                Ok(true) => {
+                    self.settle(Settled::Cancelled);
+                    Ok(Some(true))
+                }
+                Err(fault) if !is_over(&fault) => Err(fault),
+                _ => Ok(self.is_cancelled().then_some(false)),
             }
-        }
-    }
-}
-
-impl Drop for Future {
-    fn drop(&mut self) {
-        if self.endpoint.check().is_err() {
-            return;
-        }
-        let unused = self.state().settled.take();
-        detached(|| drop(unused));
+        };
+        self.turn.with(limit, call_off).unwrap_or(None).transpose()
     }
 }
 
@@ -319,7 +233,17 @@ impl Future {
 
     /// Whether it was cancelled.
     fn cancelled(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(py.detach(|| self.is_cancelled())?)
+        let look = |slice| {
+            if !self.is_done()? {
+                return Ok(Some(false));
+            }
+            // Not before a thread that cancels has said so.
+            Ok(self
+                .turn
+                .with(slice, |()| self.is_cancelled())
+                .unwrap_or(None))
+        };
+        Ok(in_slices(py, None, look)?.unwrap_or(false))
     }
 
     /// False: until it is done it can be cancelled, also while a worker, or a server, has it.
@@ -330,7 +254,8 @@ impl Future {
 
     /// Cancels it: whether this call did it; None if it is not cancelled.
     fn _call_off(&self, py: Python<'_>) -> PyResult<Option<bool>> {
-        Ok(py.detach(|| self.call_off())?)
+        let off = in_slices(py, None, |slice| self.call_off(slice))?;
+        Ok(off.flatten())
     }
 
     /// The waits of tasks that were made of it.

@@ -116,11 +116,10 @@ impl<T: Send> CloseableHandle<T> {
         Ok(self.open()?.is_none())
     }
 
-    /// Drops it without its graceful end, which would wait for an event that does not come.
-    pub fn abandon(&self) -> Outcome<()> {
+    /// Takes it out, to be dropped without the interpreter; `None` once it is closed.
+    pub fn take(&self) -> Outcome<Option<Arc<DropDetached<T>>>> {
         self.home.check()?;
-        std::mem::forget(self.inner.take());
-        Ok(())
+        Ok(self.inner.take())
     }
 
     /// An error in a forked child.
@@ -144,8 +143,7 @@ impl<T: Send> CloseableHandle<T> {
     where
         T: Sync,
     {
-        self.home.check()?;
-        let inner = self.inner.take();
+        let inner = self.take()?;
         py.detach(|| drop(inner));
         Ok(())
     }

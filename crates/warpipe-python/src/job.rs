@@ -82,9 +82,6 @@ impl Result {
     }
 }
 
-#[pymethods]
-impl Result {}
-
 /// The results of a queue one by one, see ``Queue.results``: for ``for``, or ``async for``.
 ///
 /// A job that was dead-lettered or rejected raises in its place, and the iteration can go on.

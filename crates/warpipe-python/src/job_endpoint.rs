@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -57,10 +57,11 @@ impl QueueOrClient {
         }
     }
 
-    fn loan_within(&self, layout: &Layout, wait: Wait<'_>) -> Result<warpipe::Loan, Error> {
+    /// The queue of the jobs, or of the requests.
+    pub fn jobs(&self) -> &warpipe::Queue {
         match self {
-            QueueOrClient::Queue(queue, _) => queue.loan_within(layout, wait),
-            QueueOrClient::Client(client) => client.loan_within(layout, wait),
+            QueueOrClient::Queue(queue, _) => queue,
+            QueueOrClient::Client(client) => client.queue(),
         }
     }
 
@@ -82,21 +83,6 @@ impl QueueOrClient {
             }
         })
     }
-
-    /// Its state.
-    pub fn state(&self) -> Result<warpipe::QueueState, Error> {
-        match self {
-            QueueOrClient::Queue(queue, _) => queue.state(),
-            QueueOrClient::Client(client) => client.state(),
-        }
-    }
-
-    fn wait_for_workers(&self, count: usize, wait: Wait<'_>) -> Result<(), Error> {
-        match self {
-            QueueOrClient::Queue(queue, _) => queue.wait_for_workers(count, wait),
-            QueueOrClient::Client(client) => client.wait_for_servers(count, wait),
-        }
-    }
 }
 
 /// The handle of a job or of a request. A request that is dropped is cancelled.
@@ -117,14 +103,6 @@ impl Deref for Submitted {
     }
 }
 
-/// What shutdowns cancel.
-#[derive(Debug, Default)]
-struct Cancelled {
-    jobs: HashSet<u64>,
-    /// Shutdowns that may have cancelled jobs that are not in `jobs` yet.
-    underway: u32,
-}
-
 /// Submits jobs and receives results.
 #[derive(Debug)]
 pub struct JobEndpoint {
@@ -133,8 +111,8 @@ pub struct JobEndpoint {
     pub context: CopyContext,
     pub number: u64,
     is_shut: AtomicBool,
-    cancelled: Mutex<Cancelled>,
-    cancelled_changed: Condvar,
+    /// What shutdowns have cancelled; locked while one does.
+    cancelled: Mutex<HashSet<u64>>,
     handle: CloseableHandle<QueueOrClient>,
 }
 
@@ -156,7 +134,6 @@ impl JobEndpoint {
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             is_shut: AtomicBool::new(false),
             cancelled: Mutex::default(),
-            cancelled_changed: Condvar::new(),
             handle,
         }))
     }
@@ -189,7 +166,7 @@ impl JobEndpoint {
         self.is_shut.load(Ordering::Acquire)
     }
 
-    fn cancelled(&self) -> MutexGuard<'_, Cancelled> {
+    fn cancelled(&self) -> MutexGuard<'_, HashSet<u64>> {
         self.cancelled
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -197,27 +174,15 @@ impl JobEndpoint {
 
     /// Cancels the jobs that no worker holds.
     pub fn cancel_waiting(&self) -> Outcome<()> {
-        self.cancelled().underway += 1;
-        let done = self
-            .end()
-            .and_then(|end| Ok(end.queue()?.cancel_waiting()?));
+        let end = self.end()?;
         let mut cancelled = self.cancelled();
-        cancelled.underway -= 1;
-        cancelled.jobs.extend(done.iter().flatten());
-        drop(cancelled);
-        self.cancelled_changed.notify_all();
-        done.map(drop)
+        cancelled.extend(end.queue()?.cancel_waiting()?);
+        Ok(())
     }
 
-    /// Whether a shutdown cancelled this job; `None` if one that is underway does not say so within
-    /// `limit`. Call without the interpreter.
-    pub fn has_cancelled(&self, job: u64, limit: Duration) -> Option<bool> {
-        let unsure = |known: &mut Cancelled| known.underway > 0 && !known.jobs.contains(&job);
-        let waited = self
-            .cancelled_changed
-            .wait_timeout_while(self.cancelled(), limit, unsure);
-        let (mut known, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        (!unsure(&mut known)).then(|| known.jobs.contains(&job))
+    /// Whether a shutdown cancelled this job. Call without the interpreter.
+    pub fn has_cancelled(&self, job: u64) -> bool {
+        self.cancelled().contains(&job)
     }
 
     /// Waits until there are `count` workers, or servers: `what` is their name in the error.
@@ -231,9 +196,9 @@ impl JobEndpoint {
         let goes_on = || self.end().map(drop);
         waiting(py, timeout.0, goes_on, |wait| {
             let end = self.end()?;
-            match end.wait_for_workers(count, wait) {
+            match end.jobs().wait_for_workers(count, wait) {
                 Err(Error::Timeout { waited, .. }) => {
-                    let (name, attached) = (&self.name, end.state()?.workers.len());
+                    let (name, attached) = (&self.name, end.jobs().state()?.workers.len());
                     let plural = if count == 1 { "" } else { "s" };
                     let what = format!("{count} {what}{plural} of {name:?} ({attached} attached)");
                     Err(Error::Timeout { what, waited }.into())
@@ -245,16 +210,13 @@ impl JobEndpoint {
 
     /// Whether the outcomes of all jobs were taken.
     pub fn is_empty(&self) -> Outcome<bool> {
-        let state = self.end()?.state()?;
+        let state = self.end()?.jobs().state()?;
         Ok(state.waiting + state.leased + state.finished == 0)
     }
 
     /// A descriptor for an event loop.
     pub fn watch(&self) -> Outcome<QueueWatch> {
-        Ok(match &**self.end()? {
-            QueueOrClient::Queue(queue, _) => queue.watch(),
-            QueueOrClient::Client(client) => client.watch(),
-        }?)
+        Ok(self.end()?.jobs().watch()?)
     }
 
     /// Closes it. Returns at once if it is closed already.
@@ -276,7 +238,7 @@ impl JobEndpoint {
     ) -> PyResult<Slot> {
         let goes_on = || self.end().map(drop);
         let loan = waiting(py, self.context.patience, goes_on, |wait| {
-            Ok(self.end()?.loan_within(layout, wait)?)
+            Ok(self.end()?.jobs().loan_within(layout, wait)?)
         })?;
         Ok(Slot::of_work(loan, metadata)?)
     }

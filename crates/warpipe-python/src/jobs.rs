@@ -201,7 +201,7 @@ impl Jobs {
     /// Raises ``ClosedError``.
     #[getter]
     fn state(&self, py: Python<'_>) -> PyResult<Info<warpipe::QueueState>> {
-        let state = py.detach(|| Outcome::Ok(self.endpoint.end()?.state()?))?;
+        let state = py.detach(|| Outcome::Ok(self.endpoint.end()?.jobs().state()?))?;
         Ok(Info(state))
     }
 

@@ -4,9 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pyo3::exceptions::{PyBaseException, PyException};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyType};
 use warpipe::{AnswerError, AnswerHandle, Error, Layout, Wait};
 
 use crate::copies::CopyContext;
@@ -207,17 +205,6 @@ impl Lease {
         Ok(LeaseAnswer::Complete(Some(output), stream))
     }
 
-    /// Logs why this attempt failed.
-    fn log<'py>(&self, py: Python<'py>, raised: impl IntoPyObject<'py>) -> PyResult<()> {
-        let options = PyDict::new(py);
-        options.set_item("exc_info", raised)?;
-        let log = py
-            .import("logging")?
-            .call_method1("getLogger", ("warpipe",))?;
-        let told = ("attempt %d of job %d failed", self.attempt, self.job);
-        log.call_method("error", told, Some(&options)).map(drop)
-    }
-
     /// Sends the answer, and releases the input.
     fn answer(slf: &Bound<'_, Lease>, mut word: LeaseAnswer) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
@@ -337,38 +324,6 @@ impl Lease {
     fn reject(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {
         Lease::answer(slf, LeaseAnswer::Reject(reason))
     }
-
-    /// An exception that fails the attempt is logged, and ends the block alone: it is the job's,
-    /// and the next job is another one. Interrupts go on, as does what is raised once the job has
-    /// its answer.
-    #[pyo3(signature = (kind, error, trace), text_signature = "($self, kind, error, trace)")]
-    fn __exit__(
-        slf: &Bound<'_, Lease>,
-        kind: Given<'_, '_>,
-        error: Option<&Bound<'_, PyBaseException>>,
-        trace: Given<'_, '_>,
-    ) -> PyResult<bool> {
-        let goes_on = |answered: PyResult<()>| answered.map(|()| false);
-        if slf.get().has_answer(slf.py())? {
-            return goes_on(slf.as_super().get().release(slf.py()));
-        }
-        let Some(kind) = kind else {
-            let reason = "its worker left it without an answer".into();
-            return goes_on(Lease::answer(slf, LeaseAnswer::Fail(reason)));
-        };
-        let kind = kind.cast::<PyType>()?;
-        if !kind.is_subclass_of::<PyException>()? {
-            return goes_on(Lease::answer(slf, LeaseAnswer::Requeue));
-        }
-        let said = error
-            .map(|error| error.str())
-            .transpose()?
-            .map(|said| said.to_string_lossy().into_owned());
-        let reason = format!("{}: {}", kind.name()?, said.unwrap_or_default());
-        Lease::answer(slf, LeaseAnswer::Fail(reason))?;
-        slf.get().log(slf.py(), (kind, error, trace))?;
-        Ok(true)
-    }
 }
 
 /// Memory on loan for a job's result, of this attempt only: see ``Lease.output``.
@@ -380,25 +335,6 @@ impl Lease {
 #[derive(Debug)]
 pub struct Output {
     /// The lease holds no reference to its outputs, so there is no cycle.
+    #[pyo3(get, name = "_lease")]
     lease: Py<Lease>,
-}
-
-#[pymethods]
-impl Output {
-    #[pyo3(signature = (kind, _error, _trace), text_signature = "($self, kind, _error, _trace)")]
-    fn __exit__(
-        slf: &Bound<'_, Output>,
-        kind: Given<'_, '_>,
-        _error: Option<&Bound<'_, PyBaseException>>,
-        _trace: Given<'_, '_>,
-    ) -> PyResult<()> {
-        let (py, loan) = (slf.py(), slf.as_super().get());
-        if !loan.is_open()? {
-            return Ok(());
-        }
-        if kind.is_some() {
-            return loan.discard(py, None);
-        }
-        Lease::complete(slf.get().lease.bind(py), Some(slf.as_any()), None, None)
-    }
 }

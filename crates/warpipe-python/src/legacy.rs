@@ -1,8 +1,11 @@
 //! Legacy CUDA IPC handles. **This module is marked for unsafe**: it exports memory that other
 //! allocators own.
 
+use std::str::FromStr;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyType};
+use warpipe::Error;
 
 use crate::detached::{OwnStream, call};
 use crate::device::Device;
@@ -10,6 +13,23 @@ use crate::errors::Fault;
 use crate::memory_owner::OwnedMemory;
 use crate::source::{SourceLocation as Found, Wanted};
 use crate::view::View;
+
+/// The handle of an argument: its text, or its bytes.
+pub fn parsed<T: FromStr<Err = Error>>(
+    found: &Bound<'_, PyAny>,
+    class: &str,
+    from_bytes: fn(&[u8]) -> warpipe::Result<T>,
+) -> PyResult<T> {
+    let parsed = if let Ok(text) = found.cast::<PyString>() {
+        text.to_str()?.parse()
+    } else if let Ok(bytes) = found.cast::<PyBytes>() {
+        from_bytes(bytes.as_bytes())
+    } else {
+        let allowed = format!("a {class}, its text, or its bytes");
+        return Err(Fault::argument("handle", found, allowed).into());
+    };
+    Ok(parsed.map_err(Fault::from)?)
+}
 
 /// ``cuIpcGetMemHandle``: names a tensor in memory of ``cudaMalloc``, for example PyTorch's, for
 /// another process of the same machine and user. It is sent as text (``str(handle)``), as bytes, or
@@ -31,21 +51,8 @@ impl LegacyHandle {
         if let Ok(handle) = handle.cast::<LegacyHandle>() {
             return Ok(handle.get().clone());
         }
-        let parsed = if let Ok(text) = handle.cast::<PyString>() {
-            text.to_str()?.parse::<warpipe::LegacyHandle>()
-        } else if let Ok(bytes) = handle.cast::<PyBytes>() {
-            warpipe::LegacyHandle::from_bytes(bytes.as_bytes())
-        } else {
-            return Err(Fault::argument(
-                "handle",
-                handle,
-                "a LegacyHandle, its text, or its bytes",
-            )
-            .into());
-        };
-        Ok(LegacyHandle {
-            inner: parsed.map_err(Fault::from)?,
-        })
+        let inner = parsed(handle, "LegacyHandle", warpipe::LegacyHandle::from_bytes)?;
+        Ok(LegacyHandle { inner })
     }
 
     /// A handle for the memory of a tensor without gaps (anything with ``__dlpack__`` or an array

@@ -112,13 +112,9 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add(
-        "DTYPES",
-        warpipe::DType::ALL
-            .iter()
-            .map(|dtype| dtype.name())
-            .collect::<Vec<_>>(),
-    )?;
+    let dtypes = warpipe::DType::ALL.iter();
+    let dtypes = dtypes.map(|dtype| (dtype.name(), dtype.bytes()));
+    module.add("_DTYPES", dtypes.collect::<Vec<_>>())?;
     interpreter_exit::prepare(module)?;
     register(module)?;
     command::register(module)?;

@@ -101,7 +101,8 @@ impl Members {
     fn end(&self, py: Python<'_>) -> PyResult<()> {
         if interpreter_exit::is_callback_stuck() {
             // A stuck callback blocks the thread that the close would wait for.
-            return Ok(self.handle.abandon()?);
+            std::mem::forget(self.handle.take()?);
+            return Ok(());
         }
         self.handle.close(py)
     }

@@ -1,6 +1,6 @@
 //! Semaphores and their permits.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -8,12 +8,11 @@ use pyo3::types::PyTuple;
 use warpipe::{Error, OptionalExtension, Wait};
 
 use crate::closeable::Named;
-use crate::detached::{DropDetached, call, detached};
+use crate::detached::{DropDetached, call};
 use crate::device::Device;
 use crate::domain::{Domain, opened, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
-use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
 use crate::wait::{Given, Limit, WaitLimit};
@@ -40,46 +39,43 @@ pub struct Semaphore {
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Permit {
-    home: Home,
     device: warpipe::Device,
     /// How many permits went to others during the wait for this one.
     #[pyo3(get)]
     passed: u64,
-    held: Arc<HeldPermit>,
+    /// Closed once it is released, also by the end of the program.
+    handle: CloseableHandle<HeldPermit>,
 }
 
-/// What the end of the program releases, too, whatever holds the permit then.
+/// A permit until it is released, after the work of its consumer; one of the CPU has none, and is
+/// released at once.
 #[derive(Debug)]
 struct HeldPermit {
-    /// The stream that it was acquired on; none for the CPU.
+    home: Home,
     consumer: Option<Consumer>,
     /// `None` once it is released.
-    inner: Mutex<Option<DropDetached<warpipe::Permit>>>,
+    permit: Option<warpipe::Permit>,
 }
 
 impl HeldPermit {
-    fn lock(&self) -> MutexGuard<'_, Option<DropDetached<warpipe::Permit>>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn give_back(&mut self) -> Outcome<()> {
+        match (self.permit.take(), &self.consumer) {
+            // If the stream cannot be followed, the permit is dropped, which releases it after the
+            // linked one.
+            (Some(permit), Some(consumer)) => permit.release(consumer.followed()?)?,
+            (Some(permit), None) => permit.release_now(),
+            (None, _) => {}
+        }
+        Ok(())
     }
 }
 
-impl Endpoint for HeldPermit {
-    fn end(&self, py: Python<'_>) {
-        let permit = self.lock().take();
-        // No caller is left to get the error.
-        let _ = py.detach(|| {
-            permit.map_or(Ok(()), |permit| {
-                Permit::give_back(permit, self.consumer.as_ref())
-            })
-        });
-    }
-
-    fn is_closed(&self) -> bool {
-        self.lock().is_none()
-    }
-
-    fn is_over(&self) -> bool {
-        self.is_closed()
+impl Drop for HeldPermit {
+    fn drop(&mut self) {
+        if self.home.is_here() {
+            // No caller is left to get the error.
+            let _ = self.give_back();
+        }
     }
 }
 
@@ -100,19 +96,19 @@ impl Semaphore {
         inner: warpipe::Permit,
         consumer: Option<Consumer>,
     ) -> PyResult<Permit> {
-        let inner = DropDetached::new(inner);
-        if let Some(consumer) = &consumer {
+        let passed = inner.passed;
+        let held = DropDetached::new(HeldPermit {
+            home: Home::here(),
+            consumer,
+            permit: Some(inner),
+        });
+        if let Some(consumer) = &held.consumer {
             consumer.lead(py)?;
         }
-        let passed = inner.passed;
-        let inner = Mutex::new(Some(inner));
-        let held = Arc::new(HeldPermit { consumer, inner });
-        close_at_exit(&held)?;
         Ok(Permit {
-            home: Home::here(),
             device: self.device.clone(),
             passed,
-            held,
+            handle: CloseableHandle::new("permit", "", held.into_inner())?,
         })
     }
 }
@@ -241,38 +237,16 @@ impl Semaphore {
 }
 
 impl Permit {
-    fn lock(&self) -> Outcome<MutexGuard<'_, Option<DropDetached<warpipe::Permit>>>> {
-        self.home.check()?;
-        Ok(self.held.lock())
-    }
-
-    /// Releases it after the consumer's work; a permit of the CPU at once. Call without the
-    /// interpreter.
-    fn give_back(
-        permit: DropDetached<warpipe::Permit>,
-        consumer: Option<&Consumer>,
-    ) -> Outcome<()> {
-        match consumer {
-            // If the stream cannot be followed, the permit is dropped, which releases it after the
-            // linked one.
-            Some(consumer) => Ok(permit.into_inner().release(consumer.followed()?)?),
-            None => {
-                permit.into_inner().release_now();
-                Ok(())
-            }
-        }
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        if !self.home.is_here() {
-            return;
-        }
-        if let Some(permit) = self.held.lock().take() {
-            // No caller is left to get the error.
-            let _ = detached(|| Permit::give_back(permit, self.held.consumer.as_ref()));
-        }
+    /// Does this with the permit; nothing if it has been released.
+    fn end(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut HeldPermit) -> Outcome<()> + Send,
+    ) -> PyResult<()> {
+        // No call has it longer than this one.
+        let held = self.handle.take()?.and_then(Arc::into_inner);
+        let end = |held: DropDetached<HeldPermit>| work(&mut held.into_inner());
+        Ok(py.detach(|| held.map_or(Ok(()), end))?)
     }
 }
 
@@ -281,7 +255,7 @@ impl Permit {
     /// Whether it has been released.
     #[getter]
     fn released(&self) -> PyResult<bool> {
-        Ok(self.lock()?.is_none())
+        Ok(self.handle.is_closed()?)
     }
 
     /// Releases it after the work on ``stream`` so far, by default the stream that it was acquired
@@ -291,23 +265,23 @@ impl Permit {
     #[pyo3(signature = (*, stream = None))]
     fn release(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
         let asked = Consumer::optional(py, &self.device, stream)?;
-        let Some(permit) = self.lock()?.take() else {
-            return Ok(());
-        };
-        let consumer = asked.as_ref().or(self.held.consumer.as_ref());
-        Ok(py.detach(|| Permit::give_back(permit, consumer))?)
+        self.end(py, |held| {
+            held.consumer = asked.or(held.consumer.take());
+            held.give_back()
+        })
     }
 
     /// Releases it now: the next holder does not wait for this holder's device work. Releasing
     /// twice is no error.
     fn release_now(&self, py: Python<'_>) -> PyResult<()> {
-        let permit = self.lock()?.take();
-        py.detach(|| permit.map(|permit| permit.into_inner().release_now()));
-        Ok(())
+        self.end(py, |held| {
+            held.consumer = None;
+            held.give_back()
+        })
     }
 
     fn __enter__(slf: Py<Permit>) -> PyResult<Py<Permit>> {
-        if slf.get().lock()?.is_none() {
+        if slf.get().handle.is_closed()? {
             return Err(Fault::released("the permit").into());
         }
         Ok(slf)

@@ -5,6 +5,7 @@
 use std::ffi::CString;
 
 use pyo3::buffer::PyUntypedBuffer;
+use pyo3::call::PyCallArgs;
 use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -16,13 +17,15 @@ use warpipe_dlpack::{CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, Imported, VER
 mod description;
 mod plain_torch;
 
-use self::description::{ArrayDescription, interface};
+use self::description::ArrayDescription;
 pub use self::plain_torch::PlainTorch;
+use crate::buffer;
 use crate::detached::call;
 use crate::device::is_cuda;
 use crate::dlpack;
 use crate::dtype;
 use crate::errors::Fault;
+use crate::memory::Memory;
 use crate::rows::Scattered;
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
 use crate::view::View;
@@ -63,6 +66,8 @@ pub enum SourceOwner {
     Capsule(#[allow(dead_code, reason = "held, not used")] Box<Imported>),
     /// The object itself.
     Object(#[allow(dead_code, reason = "held, not used")] Py<PyAny>),
+    /// Memory of this package, which is complete.
+    Memory(#[allow(dead_code, reason = "held, not used")] Memory),
     /// None is needed: the owner orders the reading stream after its own work, and its reuse of the
     /// memory after the reading stream.
     Nothing,
@@ -105,7 +110,7 @@ impl<'a> Wanted<'a> {
             return Source::bytes(bytes.to_vec());
         }
         if found.is_instance_of::<PyType>() {
-            return Err(refusal(found, None));
+            return Err(in_words(found.py(), "refusal", (found,)));
         }
         let prepared = prepared(found)?;
         if !prepared.is(found) {
@@ -121,16 +126,13 @@ impl<'a> Wanted<'a> {
         if let Some(source) = self.of_view(found)? {
             return Ok(source);
         }
-        if let Some(interface) = interface(found, "__array_interface__")? {
-            return self.of_host(
-                &ArrayDescription::of_interface(found, &interface)?,
-                SourceOwner::Object(found.clone().unbind()),
-            );
+        if let Some(interface) = found.getattr_opt("__array_interface__")? {
+            return self.of_array(found, &interface);
         }
         if found.hasattr("__dlpack__")? && found.hasattr("__dlpack_device__")? {
             return self.of_dlpack(found, self.lasting);
         }
-        if let Some(interface) = interface(found, "__cuda_array_interface__")? {
+        if let Some(interface) = found.getattr_opt("__cuda_array_interface__")? {
             return self.of_cuda_interface(found, &interface);
         }
         match PyMemoryView::from(found) {
@@ -141,7 +143,7 @@ impl<'a> Wanted<'a> {
         if found.hasattr("__array__")? {
             return self.of_numpy(found);
         }
-        Err(refusal(found, None))
+        Err(in_words(found.py(), "refusal", (found,)))
     }
 
     /// Of memory of this package, where the caller named a stream: read in its order, also on the
@@ -183,17 +185,23 @@ impl<'a> Wanted<'a> {
 
     /// Converts through NumPy, which knows element types that some objects' own protocols lack.
     fn of_numpy(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
-        let array = found
-            .py()
-            .import("numpy")?
-            .call_method1("asarray", (found,))?;
-        match interface(&array, "__array_interface__")? {
-            Some(interface) => self.of_host(
-                &ArrayDescription::of_interface(&array, &interface)?,
-                SourceOwner::Object(array.clone().unbind()),
-            ),
-            None => Err(Fault::layout("NumPy makes no array of it").into()),
-        }
+        let numpy = found.py().import("numpy")?;
+        let array = numpy.call_method1("asarray", (found,))?;
+        let interface = array.getattr("__array_interface__")?;
+        self.of_array(&array, &interface)
+    }
+
+    /// Of an array of the host, which most often has a buffer of an element type that it has a letter
+    /// for.
+    fn of_array(self, found: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>) -> PyResult<Source> {
+        let buffer = PyUntypedBuffer::get(found)
+            .ok()
+            .filter(|buffer| buffer::from_format(buffer.format(), buffer.item_size()).is_some());
+        let described = match buffer {
+            Some(buffer) => ArrayDescription::of_buffer(found.py(), &buffer)?,
+            None => ArrayDescription::of_interface(found, interface)?,
+        };
+        self.of_host(&described, SourceOwner::Object(found.clone().unbind()))
     }
 
     fn of_dlpack(self, found: &Bound<'_, PyAny>, must_keep: bool) -> PyResult<Source> {
@@ -252,7 +260,7 @@ impl<'a> Wanted<'a> {
     fn of_cuda_interface(
         self,
         found: &Bound<'_, PyAny>,
-        interface: &Bound<'_, PyDict>,
+        interface: &Bound<'_, PyAny>,
     ) -> PyResult<Source> {
         let (device, stream, own) = (self.device, self.stream, self.own);
         if !is_cuda(device) {
@@ -261,10 +269,8 @@ impl<'a> Wanted<'a> {
         let array_description = ArrayDescription::of_interface(found, interface)?;
         check_owner(found.py(), &array_description, device)?;
         let (reader, _) = reader(found, device, stream, own)?;
-        if let Some(written_on) = interface
-            .get_item("stream")?
-            .filter(|stream| !stream.is_none())
-        {
+        let written_on = interface.call_method1("get", ("stream",))?;
+        if !written_on.is_none() {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
             call(found.py(), || reader.stream.wait_for(&writer.stream))?;
         }
@@ -362,18 +368,11 @@ impl Source {
     }
 }
 
-/// Why an object is not sent, after the error of its own `__dlpack__` if it has one. Interrupts are
-/// what they were.
-fn refusal(found: &Bound<'_, PyAny>, error: Option<PyErr>) -> PyErr {
-    let py = found.py();
-    match error {
-        Some(error) if !error.is_instance_of::<PyException>(py) => error,
-        error => {
-            let module = py.import("warpipe._tensors");
-            let refused = module.and_then(|module| module.call_method1("refusal", (found, error)));
-            refused.map_or_else(|error| error, PyErr::from_value)
-        }
-    }
+/// An exception that a function of `_tensors.py` makes.
+pub fn in_words<'py>(py: Python<'py>, function: &str, arguments: impl PyCallArgs<'py>) -> PyErr {
+    let module = py.import("warpipe._tensors");
+    let made = module.and_then(|module| module.call_method1(function, arguments));
+    made.map_or_else(|error| error, PyErr::from_value)
 }
 
 /// What others read of a tensor of PyTorch's: see `_tensors.py`.
@@ -413,7 +412,7 @@ fn capsule<'py>(found: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bo
         }
         other => other,
     };
-    capsule.map_err(|error| refusal(found, Some(error)))
+    capsule.map_err(|error| in_words(py, "refusal", (found, error)))
 }
 
 /// The stream to read a GPU's tensor on, and whether it is its framework's current one: the named

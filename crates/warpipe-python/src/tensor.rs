@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 use warpipe::Layout;
 
-use crate::array::{self, HostView, Request};
+use crate::array::{self, HostView};
 use crate::buffer;
 use crate::device::Device;
 use crate::dlpack;
@@ -20,6 +20,7 @@ use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
 use crate::process::Home;
 use crate::stream::Consumer;
+use crate::torch;
 use crate::wait::Given;
 
 /// A tensor's memory, until it is released.
@@ -270,8 +271,8 @@ impl Tensor {
     /// stream is given from then on comes before the memory is handed on, or goes back.
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-    fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        crate::torch::tensor(py, &self.owner.memory()?)
+    fn torch<'py>(slf: &Bound<'py, Tensor>) -> PyResult<Bound<'py, PyAny>> {
+        torch::tensor(slf.as_any(), &slf.get().owner.memory()?)
     }
 
     /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream;
@@ -281,24 +282,16 @@ impl Tensor {
     /// Raises ``ExportError`` (a BufferError) for an unsupported request, ``SampleLostError``,
     /// ``ReleasedError``.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
-    fn __dlpack__<'py>(
+    fn __dlpack__(
         &self,
-        py: Python<'py>,
-        stream: Option<Bound<'py, PyAny>>,
+        py: Python<'_>,
+        stream: Given<'_, '_>,
         max_version: Option<(u32, u32)>,
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
-        array::dlpack(
-            py,
-            &self.owner.memory()?,
-            Request {
-                stream,
-                max_version,
-                dl_device,
-                copy,
-            },
-        )
+        let memory = self.owner.memory()?;
+        array::dlpack(py, &memory, stream, max_version, dl_device, copy)
     }
 
     /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.

@@ -9,7 +9,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyType};
 use warpipe::weights::{BaseVersion, Hashing, TensorsInPlace, Weights, WeightsBuilder};
 use warpipe::{Error, Layout, Wait};
 
@@ -17,14 +16,12 @@ use crate::copies::refuse_capture;
 use crate::detached::{OwnStream, call};
 use crate::device::{Device, is_cuda};
 use crate::domain::{Domain, place};
-use crate::errors::{Fault, Outcome, is_of_this_package};
+use crate::errors::{Fault, Outcome};
 use crate::in_place::{ZeroCopy, add_in_place};
 use crate::interpreter_exit::LibraryHeld;
-use crate::memory::Memory;
-use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range};
-use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
+use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range, await_stream};
+use crate::source::{PlainTorch, Source, SourceLocation, SourceOwner, Wanted, in_words};
 use crate::stream::Consumer;
-use crate::thread_exit::prepare_exit;
 use crate::view::View;
 use crate::wait::{WaitLimit, waiting};
 use crate::weights::{LOOK, PublishedWeights, SharedWeights};
@@ -36,37 +33,19 @@ const LOOK_EVERY: usize = 4096;
 struct Found<'py> {
     name: String,
     object: Bound<'py, PyAny>,
-    layout: Layout,
-    place: Place,
+    source: Source,
 }
 
-enum Place {
-    Source(SourceLocation),
-    /// Memory of this package, complete.
-    View(Memory),
-}
-
-impl Place {
-    /// The address of its bytes, if they lie as the layout says.
+impl Found<'_> {
+    /// The address of its bytes, if they lie as the layout says; `None` without bytes.
     fn address(&self) -> Option<u64> {
-        match self {
-            Place::View(memory) => Some(memory.lowest),
-            Place::Source(SourceLocation::Host(address, _))
-            | Place::Source(SourceLocation::Device(address, ..)) => Some(*address),
-            Place::Source(_) => None,
+        match self.source.place {
+            SourceLocation::Host(address, _) | SourceLocation::Device(address, ..) => {
+                (self.source.layout.bytes() > 0).then_some(address)
+            }
+            _ => None,
         }
     }
-}
-
-/// The same error, with the name of the tensor that it is about. Others, as interrupts, stay.
-fn naming(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
-    if !is_of_this_package(py, &error) {
-        return error;
-    }
-    let said = format!("'{name}': {}", error.value(py));
-    let named = PyErr::from_type(error.get_type(py), said);
-    named.set_cause(py, Some(error));
-    named
 }
 
 /// The seconds of each step of a call, by its name.
@@ -102,13 +81,9 @@ impl PhaseClock {
 /// Publishes tensors: the publication, their number, why some were copied that were to be published
 /// where they lie, and the seconds of each step.
 #[pyfunction]
-#[pyo3(signature = (name, names, tensors, *, device = None, domain = None, wait = WaitLimit::NONE, zero_copy = ZeroCopy::No,
-    hash = "device", layout = "as_is", metadata = Vec::new(), base = None),
-    text_signature = "(name, names, tensors, *, device=None, domain=None, wait=None, zero_copy=False, hash='device', \
-    layout='as_is', metadata=b'', base=None)")]
 #[expect(
     clippy::too_many_arguments,
-    reason = "keyword arguments, each with a default"
+    reason = "the options of `publish` in Python"
 )]
 pub fn _publish_weights(
     py: Python<'_>,
@@ -120,18 +95,13 @@ pub fn _publish_weights(
     wait: WaitLimit,
     zero_copy: ZeroCopy,
     hash: &str,
-    layout: &str,
+    row_major: bool,
     metadata: Vec<u8>,
     base: Option<Base>,
 ) -> PyResult<Publication> {
     let mut clock = PhaseClock::new();
     let hashing = Hashing::from_name(hash)
         .ok_or_else(|| Fault::argument("hash", hash, "'device', 'later' or 'none'"))?;
-    let row_major = match layout {
-        "row_major" => true,
-        "as_is" => false,
-        _ => return Err(Fault::argument("layout", layout, "'as_is' or 'row_major'").into()),
-    };
     let (domain, device) = place(domain, device)?;
     let own = OwnStream::new(py, &device)?;
     let search = Search {
@@ -147,25 +117,23 @@ pub fn _publish_weights(
     let (lying, found, refused) = search.split(py, found)?;
     clock.end("export");
     // The builder counts those in place behind the others.
-    let mut numbers: HashMap<usize, usize> = HashMap::new();
-    if !aliases.is_empty() {
-        let order = found.iter().map(|(index, _)| *index);
-        let order = order.chain(lying.numbers.iter().copied());
-        numbers.extend(order.enumerate().map(|(at, index)| (index, at)));
+    let mut numbers = vec![0; count];
+    let order = found.iter().map(|(index, _)| *index);
+    for (at, index) in order.chain(lying.numbers).enumerate() {
+        numbers[index] = at;
     }
-    let copied: u64 = found.iter().map(|(_, tensor)| tensor.layout.bytes()).sum();
-    let laid: Vec<(String, Layout)> = found
+    let laid = found
         .iter()
-        .map(|(_, tensor)| (tensor.name.clone(), tensor.layout))
-        .collect();
+        .map(|(_, tensor)| (tensor.name.clone(), tensor.source.layout));
+    let laid: Vec<(String, Layout)> = laid.collect();
+    let copied: u64 = laid.iter().map(|(_, layout)| layout.bytes()).sum();
     let build = || -> Result<WeightsBuilder, Error> {
         let laid = laid.iter().map(|(name, layout)| (name.as_str(), *layout));
         let mut builder = Weights::builder(&device, laid)?;
         (builder.in_place, builder.hashing) = (Some(lying.tensors), hashing);
         builder.metadata = metadata;
         let named = aliases.into_iter();
-        let named = named.map(|(name, index)| (numbers[&index], name));
-        builder.aliases = named.collect();
+        builder.aliases = named.map(|(name, index)| (numbers[index], name)).collect();
         Ok(builder)
     };
     let mut builder = call(py, build)?;
@@ -188,37 +156,19 @@ pub fn _publish_weights(
 }
 
 /// A version that the new one shares tensors with.
+#[derive(FromPyObject)]
 pub enum Base {
-    Held(BaseVersion),
-    /// The keeper offers it.
+    Published(Py<PublishedWeights>),
+    Open(Py<SharedWeights>),
+    /// Of the version that the keeper offers.
     Number(u64),
-}
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Base {
-    type Error = PyErr;
-
-    fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<Base> {
-        prepare_exit();
-        if let Ok(published) = found.cast::<PublishedWeights>() {
-            return Ok(Base::Held(published.get().as_base()?));
-        }
-        if let Ok(shared) = found.cast::<SharedWeights>() {
-            return Ok(Base::Held(shared.get().as_base()?));
-        }
-        if found.is_exact_instance_of::<PyInt>()
-            && let Ok(number) = found.extract()
-        {
-            return Ok(Base::Number(number));
-        }
-        let allowed = "a version's number, what `publish` returned, or open weights";
-        Err(Fault::argument("base", found.repr()?, allowed).into())
-    }
 }
 
 impl Base {
     fn find(self, domain: &warpipe::Domain, name: &str, wait: &Wait<'_>) -> Outcome<BaseVersion> {
         match self {
-            Base::Held(base) => Ok(base),
+            Base::Published(published) => published.get().as_base(),
+            Base::Open(weights) => weights.get().as_base(),
             Base::Number(number) => Ok(BaseVersion::find(domain, name, number, wait)?),
         }
     }
@@ -244,27 +194,6 @@ type Copied<'py> = Vec<(usize, Found<'py>)>;
 /// Further names of tensors, and the tensors' places in the list of those that were found.
 type Aliases = Vec<(String, usize)>;
 
-/// Which tensor lies where.
-#[derive(Default)]
-struct KnownPlaces {
-    /// The first one at each address.
-    first: HashMap<u64, (usize, Layout)>,
-    /// Others there, with another shape.
-    others: HashMap<(u64, Layout), usize>,
-}
-
-impl KnownPlaces {
-    /// The tensor that is the same elements in the same memory, if it is known; else it is `index`.
-    fn first(&mut self, address: u64, layout: &Layout, index: usize) -> Option<usize> {
-        let (first, of_first) = *self.first.entry(address).or_insert((index, *layout));
-        if of_first == *layout {
-            return (first != index).then_some(first);
-        }
-        let other = *self.others.entry((address, *layout)).or_insert(index);
-        (other != index).then_some(other)
-    }
-}
-
 impl<'py> Search<'_, 'py> {
     /// Each tensor once, and the further names of those that have several: with the index of the
     /// tensor.
@@ -276,79 +205,71 @@ impl<'py> Search<'_, 'py> {
     ) -> PyResult<(Vec<Found<'py>>, Aliases)> {
         let mut all: Vec<Found<'py>> = Vec::with_capacity(tensors.len());
         let mut aliases = Vec::new();
-        let mut known = KnownPlaces::default();
+        // The first one of each layout at each address.
+        let mut known: HashMap<(u64, Layout), usize> = HashMap::new();
         let lasting = self.zero_copy != ZeroCopy::No;
         for (index, (name, object)) in names.into_iter().zip(tensors).enumerate() {
             if index % LOOK_EVERY == LOOK_EVERY - 1 {
                 py.check_signals()?;
             }
-            let (layout, place) = self.find(&name, &object, lasting)?;
-            let address = place.address().filter(|_| layout.bytes() > 0);
-            if let Some(address) = address
-                && let Some(first) = known.first(address, &layout, all.len())
-            {
-                aliases.push((name, first));
-                continue;
-            }
-            all.push(Found {
+            let source = self.find(&name, &object, lasting)?;
+            let tensor = Found {
                 name,
                 object,
-                layout,
-                place,
-            });
+                source,
+            };
+            let address = tensor
+                .address()
+                .map(|address| (address, tensor.source.layout));
+            match address.map(|address| *known.entry(address).or_insert(all.len())) {
+                Some(first) if first < all.len() => aliases.push((tensor.name, first)),
+                _ => all.push(tensor),
+            }
         }
         Ok((all, aliases))
     }
 
     /// Finds a tensor as it is to be published: without gaps, and row-major if that was asked for.
-    fn find(
-        &self,
-        name: &str,
-        object: &Bound<'py, PyAny>,
-        lasting: bool,
-    ) -> PyResult<(Layout, Place)> {
+    fn find(&self, name: &str, object: &Bound<'py, PyAny>, lasting: bool) -> PyResult<Source> {
         let found = self.found(object, lasting);
-        found.map_err(|error| match check_tensor(name, object) {
-            Ok(()) => naming(object.py(), name, error),
-            Err(refused) => refused,
-        })
+        found.map_err(|error| in_words(object.py(), "unpublished", (name, error, object)))
     }
 
-    fn found(&self, object: &Bound<'py, PyAny>, lasting: bool) -> PyResult<(Layout, Place)> {
+    fn found(&self, object: &Bound<'py, PyAny>, lasting: bool) -> PyResult<Source> {
         let py = object.py();
         if lasting
             && let Ok(view) = object.cast::<View>()
-            && let Some(memory) = self.of_view(py, view)?
+            && let Some(source) = self.of_view(py, view)?
         {
-            return Ok((memory.layout, Place::View(memory)));
+            return Ok(source);
         }
         let wanted = |packed, lasting| Wanted {
             packed,
             lasting,
             ..Wanted::on(self.device, self.own)
         };
-        let find = |wanted: Wanted<'_>| match &self.torch {
-            Some(torch) => match wanted.of_plain_torch(torch, object)? {
+        let find = |wanted: Wanted<'_>| {
+            let plain = self.torch.as_ref();
+            let plain = plain.map(|torch| wanted.of_plain_torch(torch, object));
+            match plain.transpose()?.flatten() {
                 Some(source) => Ok(source),
                 None => wanted.find(object),
-            },
-            None => wanted.find(object),
+            }
         };
-        let Source { layout, place } = find(wanted(self.row_major, lasting))?;
-        if matches!(place, SourceLocation::Bytes(_)) {
-            check_tensor("it", object)?;
+        let source = find(wanted(self.row_major, lasting))?;
+        if let SourceLocation::Bytes(_) = source.place {
+            return Err(Fault::Own("NotATensorError", "it is bytes".into()).into());
         }
-        if layout.is_dense() && layout.offset() == 0 {
-            return Ok((layout, Place::Source(place)));
+        if source.layout.is_dense() && source.layout.offset() == 0 {
+            return Ok(source);
         }
         // It runs backwards, or has elements more than once.
-        drop(place);
-        let Source { layout, place } = find(wanted(true, false))?;
-        Ok((layout, Place::Source(place)))
+        drop(source);
+        find(wanted(true, false))
     }
 
     /// Memory of this package on the device, when all work on it is done.
-    fn of_view(&self, py: Python<'py>, view: &Bound<'py, View>) -> PyResult<Option<Memory>> {
+    fn of_view(&self, py: Python<'py>, view: &Bound<'py, View>) -> PyResult<Option<Source>> {
         let memory = view.get().memory()?;
         let layout = memory.layout;
         let is_kept = !self.row_major || layout.is_contiguous();
@@ -360,7 +281,10 @@ impl<'py> Search<'_, 'py> {
             return Ok(None);
         }
         view.get().owner()?.settle(py, None)?;
-        Ok(Some(memory))
+        Ok(Some(Source {
+            layout,
+            place: SourceLocation::Host(memory.lowest, SourceOwner::Memory(memory)),
+        }))
     }
 
     /// Adds the tensors that can be published where they lie; returns the others, with their indices,
@@ -374,195 +298,102 @@ impl<'py> Search<'_, 'py> {
             tensors: TensorsInPlace::new(self.device),
             numbers: Vec::new(),
         };
-        let found = found.into_iter().enumerate();
         if self.zero_copy == ZeroCopy::No {
-            return Ok((lying, found.collect(), Vec::new()));
+            return Ok((lying, found.into_iter().enumerate().collect(), Vec::new()));
         }
-        let (mut owned, mut others, mut refused) = (Vec::new(), Vec::new(), Vec::new());
-        let mut streams: Vec<Consumer> = Vec::new();
-        for (index, mut tensor) in found {
-            if tensor.layout.bytes() == 0 {
-                // There is nothing to copy.
-                others.push((index, tensor));
-                continue;
-            }
-            let Some(address) = tensor.place.address() else {
-                let said = "it has gaps, or is no array; make it a contiguous one first";
-                refused.push((tensor.name.clone(), PyErr::from(Fault::layout(said))));
-                others.push((index, tensor));
-                continue;
-            };
-            if let Place::Source(SourceLocation::Device(_, reader, _)) = &tensor.place
-                && !streams.iter().any(|one| one.is_same(reader))
-            {
-                streams.push(reader.clone());
-            }
-            let held = std::mem::replace(
-                &mut tensor.place,
-                Place::Source(SourceLocation::Bytes(Vec::new())),
-            );
-            owned.push((index, tensor, address, held));
-        }
-        settle_streams(py, &streams.iter().collect::<Vec<_>>())?;
+        settle_readers(py, found.iter())?;
         let owners = Arc::new(OnceLock::new());
+        let lies = |tensor: &Found<'py>| {
+            Some((tensor.name.clone(), tensor.source.layout, tensor.address()?))
+        };
+        let todo: Vec<Option<(String, Layout, u64)>> = found.iter().map(lies).collect();
         let tensors = &mut lying.tensors;
-        let todo = owned.iter().map(|(_, tensor, address, _)| {
-            let Found { name, layout, .. } = tensor;
-            (name.as_str(), *layout, *address)
-        });
-        let todo: Vec<(&str, Layout, u64)> = todo.collect();
-        let added: Vec<Outcome<()>> = py.detach(|| {
-            let add = |(name, layout, address)| {
-                add_in_place(tensors, name, layout, address, Owners(owners.clone()))
+        let added: Vec<Option<Outcome<()>>> = py.detach(|| {
+            let mut add = |(name, layout, address): (String, Layout, u64)| {
+                add_in_place(tensors, &name, layout, address, Owners(owners.clone()))
             };
-            todo.into_iter().map(add).collect()
+            todo.into_iter().map(|one| one.map(&mut add)).collect()
         });
-        let mut kept = Vec::new();
-        for ((index, mut tensor, _, held), added) in owned.into_iter().zip(added) {
-            let Err(fault) = added else {
-                lying.numbers.push(index);
-                kept.push(held);
-                continue;
-            };
-            let error = PyErr::from(fault);
-            refused.push((tensor.name.clone(), error));
-            (tensor.layout, tensor.place) = self.find(&tensor.name, &tensor.object, false)?;
+        let (mut kept, mut others, mut refused) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, (mut tensor, added)) in found.into_iter().zip(added).enumerate() {
+            match added {
+                Some(Ok(())) => {
+                    lying.numbers.push(index);
+                    kept.push(tensor.source);
+                    continue;
+                }
+                Some(Err(fault)) => {
+                    refused.push((tensor.name.clone(), PyErr::from(fault)));
+                    tensor.source = self.find(&tensor.name, &tensor.object, false)?;
+                }
+                // There is nothing to copy.
+                None if tensor.source.layout.bytes() == 0 => {}
+                None => {
+                    let said = "it has gaps, or is no array; make it a contiguous one first";
+                    refused.push((tensor.name.clone(), Fault::layout(said).into()));
+                }
+            }
             others.push((index, tensor));
         }
         let _ = owners.set(LibraryHeld::new(kept));
-        others.sort_by_key(|(index, _)| *index);
-        let refused = self.refusals(py, refused)?;
-        Ok((lying, others, refused))
+        let is_required = self.zero_copy == ZeroCopy::Require;
+        let words = py.import("warpipe._tensors")?;
+        let refused = words.call_method1("copied", (refused, is_required))?;
+        Ok((lying, others, refused.extract()?))
     }
 
-    /// What is said of tensors that are copied; an error if none may be.
-    fn refusals(&self, py: Python<'py>, refused: Vec<(String, PyErr)>) -> PyResult<Vec<String>> {
-        let mut texts = Vec::new();
-        for (name, error) in refused {
-            let told = error.value(py);
-            let said = format!("'{name}' cannot be published where it lies: {told}");
-            if self.zero_copy == ZeroCopy::Require {
-                let said = format!("{said}; {IN_PLACE}, or give zero_copy=True to have it copied");
-                let raised = PyErr::from_type(error.get_type(py), said);
-                raised.set_cause(py, Some(error));
-                return Err(raised);
-            }
-            texts.push(said);
+    /// The address of a tensor that the device can copy as it is.
+    fn lies_whole(&self, tensor: &Found<'py>) -> Option<u64> {
+        match &tensor.source.place {
+            SourceLocation::Device(address, ..) => Some(*address),
+            SourceLocation::Host(address, _) if !is_cuda(self.device) => Some(*address),
+            _ => None,
         }
-        Ok(texts)
     }
 
-    /// Copies tensors to their places in the builder's memory, and waits until all are there.
+    /// Copies tensors to their places in the builder's memory, and waits until all are there: those
+    /// that lie whole together, the others one after another, each as it has to be read.
     fn fill(
         &self,
         py: Python<'py>,
         builder: &mut WeightsBuilder,
         found: Copied<'py>,
     ) -> PyResult<()> {
-        let (whole, found): (Vec<_>, Vec<_>) = found
-            .into_iter()
-            .enumerate()
-            .partition(|(_, (_, tensor))| self.lies_whole(tensor).is_some());
-        self.copy_whole(py, builder, whole)?;
-        match found.is_empty() {
-            true => Ok(()),
-            false => self.fill_others(py, builder, found),
-        }
-    }
-
-    /// The address of a tensor that the device can copy as it is, and the stream that it is read on.
-    fn lies_whole<'a>(&self, tensor: &'a Found<'py>) -> Option<(u64, Option<&'a Consumer>)> {
-        match &tensor.place {
-            Place::Source(SourceLocation::Device(address, reader, _)) => {
-                Some((*address, Some(reader)))
-            }
-            Place::Source(SourceLocation::Host(address, _)) if !is_cuda(self.device) => {
-                Some((*address, None))
-            }
-            _ => None,
-        }
-    }
-
-    /// Copies tensors all together, behind the work of the streams that they are read on.
-    fn copy_whole(
-        &self,
-        py: Python<'py>,
-        builder: &mut WeightsBuilder,
-        found: Vec<(usize, (usize, Found<'py>))>,
-    ) -> PyResult<()> {
-        let mut streams: Vec<&Consumer> = Vec::new();
-        let mut places = Vec::with_capacity(found.len());
-        for (at, (_, tensor)) in &found {
-            let Some((address, reader)) = self.lies_whole(tensor) else {
-                continue;
-            };
-            places.push((*at, address));
-            if let Some(reader) = reader
-                && !streams.iter().any(|one| one.is_same(reader))
-            {
-                streams.push(reader);
-            }
-        }
-        settle_streams(py, &streams)?;
+        let numbered = found.iter().enumerate();
+        let whole = numbered.filter_map(|(at, (_, tensor))| Some((at, self.lies_whole(tensor)?)));
+        let whole: Vec<(usize, u64)> = whole.collect();
+        settle_readers(py, found.iter().map(|(_, tensor)| tensor))?;
         // SAFETY: the tensors are complete, as the streams' work is done, and `found` keeps them. What
         // may be copied still after an error is kept for good.
-        let copied = py.detach(|| unsafe { builder.copy_from(&places) });
-        let is_idle = || {
-            // Waits for the stream of the copies.
-            let memory = builder.memory();
-            memory.is_none_or(|memory| memory.copy_to(0, &mut [], LOOK).is_ok())
-        };
-        if copied.is_err() && !py.detach(is_idle) {
-            let places = found.into_iter().map(|(_, (_, tensor))| tensor.place);
-            std::mem::forget(LibraryHeld::new(places.collect::<Vec<_>>()));
-        }
-        Ok(copied.map_err(Fault::from)?)
-    }
-
-    /// Copies tensors one after another, each as it has to be read.
-    fn fill_others(
-        &self,
-        py: Python<'py>,
-        builder: &WeightsBuilder,
-        found: Vec<(usize, (usize, Found<'py>))>,
-    ) -> PyResult<()> {
+        let copied = py.detach(|| unsafe { builder.copy_from(&whole) });
         let Some(memory) = builder.memory() else {
-            return Ok(());
+            return Ok(copied.map_err(Fault::from)?);
         };
-        let lowest = memory.ptr();
+        if let Err(error) = copied {
+            // Waits for the stream of the copies.
+            if py.detach(|| memory.copy_to(0, &mut [], LOOK)).is_err() {
+                let sources = found.into_iter().map(|(_, tensor)| tensor.source);
+                std::mem::forget(LibraryHeld::new(sources.collect::<Vec<_>>()));
+            }
+            return Err(Fault::from(error).into());
+        }
         let owner = MemoryOwner::new(OwnedMemory::Own(memory.clone()));
         owner.admit(py, &Consumer::own(self.own))?;
-        let mut streams = vec![self.own.raw()];
-        for (at, (_, tensor)) in found {
-            let offset = builder.offsets()[at];
+        for (at, (_, tensor)) in found.into_iter().enumerate() {
+            if self.lies_whole(&tensor).is_some() {
+                continue;
+            }
             if at % LOOK_EVERY == LOOK_EVERY - 1 {
                 py.check_signals()?;
             }
-            let Found {
-                name,
-                layout,
-                place,
-                object,
-            } = tensor;
-            let place = match place {
-                Place::Source(place) => place,
-                // It was not to be published where it lies after all.
-                Place::View(_) => {
-                    let (_, place) = self.find(&name, &object, false)?;
-                    let Place::Source(place) = place else {
-                        return Err(Fault::layout("its memory moved").into());
-                    };
-                    place
-                }
-            };
-            let source = Source { layout, place };
+            let Found { name, source, .. } = tensor;
+            let lowest = memory.ptr() + builder.offsets()[at];
             // SAFETY: the builder laid the tensor there, and nothing else writes the memory. Its owner
             // keeps it until the streams that it admits are past the copy.
-            let mut range = unsafe { Range::new(self.device, lowest + offset, layout.bytes()) };
+            let mut range = unsafe { Range::new(self.device, lowest, source.layout.bytes()) };
             let filled = COPIES.fill(py, &mut range, source, self.own, None);
-            let filled_on = filled.map_err(|error| naming(py, &name, error))?;
-            if !streams.contains(&filled_on.raw()) {
-                streams.push(filled_on.raw());
+            let filled_on = filled.map_err(|error| in_words(py, "unpublished", (&name, error)))?;
+            if filled_on.raw() != self.own.raw() {
                 owner.admit(py, &Consumer::own(&filled_on))?;
             }
         }
@@ -570,34 +401,27 @@ impl<'py> Search<'_, 'py> {
     }
 }
 
-/// Waits for the work that streams were given so far.
-fn settle_streams(py: Python<'_>, streams: &[&Consumer]) -> PyResult<()> {
-    for reader in streams {
-        let behind = reader.follow(py)?.clone();
-        refuse_capture(&behind)?;
-        waiting(py, None, || Ok(()), |wait| Ok(behind.synchronize(wait)?))?;
+/// Waits for the work so far of the streams that tensors are read on.
+fn settle_readers<'a, 'py: 'a>(
+    py: Python<'py>,
+    tensors: impl Iterator<Item = &'a Found<'py>>,
+) -> PyResult<()> {
+    let mut settled: Vec<&Consumer> = Vec::new();
+    for tensor in tensors {
+        if let SourceLocation::Device(_, reader, _) = &tensor.source.place
+            && !settled.iter().any(|one| one.is_same(reader))
+        {
+            let behind = reader.follow(py)?.clone();
+            refuse_capture(&behind)?;
+            await_stream(py, &behind, None)?;
+            settled.push(reader);
+        }
     }
     Ok(())
 }
 
-/// The next step for tensors that cannot be published where they lie.
-const IN_PLACE: &str =
-    "allocate it in warpipe.torch.pool() or in expandable segments, without gaps";
-
 /// What keeps the memory of all tensors allocated: one value, since the drop of each of many would wait
 /// for the interpreter.
 struct Owners(
-    #[allow(dead_code, reason = "held, not used")] Arc<OnceLock<LibraryHeld<Vec<Place>>>>,
+    #[allow(dead_code, reason = "held, not used")] Arc<OnceLock<LibraryHeld<Vec<Source>>>>,
 );
-
-/// Refuses what is no tensor, whatever bytes it has.
-fn check_tensor(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
-    // The shape of a tensor that is lazy is an error of its own.
-    let has = |what| object.hasattr(what).unwrap_or(true);
-    if !object.is_instance_of::<PyType>() && has("shape") && has("dtype") {
-        return Ok(());
-    }
-    let class = object.get_type().name()?;
-    let said = format!("'{name}' is a {class} and no tensor; leave it out, or make it an array");
-    Err(Fault::Own("NotATensorError", said).into())
-}

@@ -1,13 +1,14 @@
 //! New versions of weights, as they are offered.
 //!
-//! A thread of the watch waits for the keeper's notices. It learns a version's number and maps
-//! nothing, so a watch holds no memory: the version is opened when it is given out. With a callback
-//! the thread opens it. The thread's waits are short, so that it ends soon after the watch.
+//! A thread of the watch waits for the keeper's notices, for those that poll its descriptor. It learns a
+//! version's number and maps nothing, so a watch holds no memory: the version is opened when it is given
+//! out. With a callback the thread opens it. The thread's waits are short, so that it ends soon after
+//! the watch.
 
 use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -20,7 +21,7 @@ use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::Callback;
 use crate::process::Home;
-use crate::wait::{Limit, hand_over, in_slices};
+use crate::wait::{Limit, hand_over};
 use crate::weights::{LOOK, Place, SharedWeights, Version, is_for_now};
 
 /// What the thread and the watch share.
@@ -32,11 +33,10 @@ struct Board {
 
 #[derive(Debug)]
 struct State {
-    /// The newest number that the keeper has told.
+    /// The newest number that the keeper has told, or [`FAILED`].
     told: u64,
     /// The last number that was given out.
     given: u64,
-    fault: Option<Fault>,
     is_closed: bool,
     /// A byte is in the pipe while there is something to take.
     reader: PipeReader,
@@ -44,14 +44,13 @@ struct State {
     is_rung: bool,
 }
 
-impl State {
-    fn has_news(&self) -> bool {
-        self.told > self.given || self.fault.is_some()
-    }
+/// The thread cannot wait for a version, and the next look for one says why.
+const FAILED: u64 = u64::MAX;
 
+impl State {
     /// Makes the descriptor readable exactly while there is something to take.
     fn ring(&mut self) {
-        let has_news = self.has_news();
+        let has_news = self.told > self.given;
         // One byte at most is in the pipe, so neither call waits.
         if has_news && !self.is_rung {
             self.is_rung = self.writer.write_all(&[1]).is_ok();
@@ -72,15 +71,6 @@ impl Board {
         state.ring();
         drop(state);
         self.changed.notify_all();
-    }
-
-    /// Waits until `is_there`, or the watch is closed, at most `timeout`.
-    fn wait(&self, timeout: Duration, is_there: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
-        let pending = |state: &mut State| !state.is_closed && !is_there(state);
-        let waited = self
-            .changed
-            .wait_timeout_while(self.lock(), timeout, pending);
-        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
 
@@ -103,7 +93,9 @@ impl Drop for Watching {
 /// The thread of a watch without a callback.
 fn follow(board: &Board, place: &Place) {
     loop {
-        let state = board.wait(Duration::MAX, |state| state.fault.is_none());
+        let has_failed = |state: &mut State| !state.is_closed && state.told == FAILED;
+        let waited = board.changed.wait_while(board.lock(), has_failed);
+        let state = waited.unwrap_or_else(PoisonError::into_inner);
         if state.is_closed {
             return;
         }
@@ -118,7 +110,7 @@ fn follow(board: &Board, place: &Place) {
             // Not if the number was taken back meanwhile: then the version is looked for again.
             Ok(number) => board.change(|state| state.told = state.told.max(number)),
             Err(error) if is_for_now(&error) => {}
-            Err(error) => board.change(|state| state.fault = Some(error.into())),
+            Err(_) => board.change(|state| state.told = FAILED),
         }
     }
 }
@@ -178,20 +170,6 @@ impl Watch {
     fn board(&self) -> Outcome<Arc<Board>> {
         Ok(self.handle.get()?.board.clone())
     }
-
-    /// Waits until a version is told, and returns the number after which it is to be opened.
-    fn told(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<u64>> {
-        in_slices(py, timeout, |slice| {
-            let board = self.board()?;
-            let mut state = board.wait(slice, State::has_news);
-            if let Some(fault) = state.fault.take() {
-                drop(state);
-                board.change(|_| ());
-                return Err(fault);
-            }
-            Ok(state.has_news().then_some(state.given))
-        })
-    }
 }
 
 #[pymethods]
@@ -212,7 +190,6 @@ impl Watch {
             state: Mutex::new(State {
                 told: after,
                 given: after,
-                fault: None,
                 is_closed: false,
                 reader,
                 writer,
@@ -260,34 +237,31 @@ impl Watch {
             let left = timeout
                 .0
                 .map(|timeout| timeout.saturating_sub(start.elapsed()));
-            let Some(given) = self.told(py, left)? else {
-                return Ok(None);
-            };
-            let goes_on = || self.handle.get().map(drop);
-            // It is offered now.
-            let opened = self
-                .place
-                .open_after(py, given, Some(Duration::ZERO), goes_on)?;
-            match opened {
-                Ok(version) => {
-                    let version = hand_over(py, version, drop)?;
-                    let number = version.number();
-                    let weights = version.into_python(py)?;
-                    let mut is_next = false;
-                    self.board()?.change(|state| {
-                        is_next = number > state.given;
-                        state.given = state.given.max(number);
-                    });
-                    // Another thread may have taken it.
-                    if is_next {
-                        return Ok(Some(weights));
+            let (board, goes_on) = (self.board()?, || self.handle.get().map(drop));
+            let given = board.lock().given;
+            let version = match self.place.open_after(py, given, left, goes_on)? {
+                Ok(version) => hand_over(py, version, drop)?,
+                Err(error) => {
+                    board.change(|state| state.told = state.given);
+                    match is_for_now(&error) {
+                        true if left.is_some_and(|left| left.is_zero()) => return Ok(None),
+                        true => continue,
+                        false => return Err(Fault::from(error).into()),
                     }
                 }
-                // Its keeper has ended; the next one tells of it again.
-                Err(error) if is_for_now(&error) => {
-                    self.board()?.change(|state| state.told = state.given);
-                }
-                Err(error) => return Err(Fault::from(error).into()),
+            };
+            let number = version.number();
+            let weights = version.into_python(py)?;
+            let mut is_next = false;
+            board.change(|state| {
+                is_next = number > state.given;
+                state.given = state.given.max(number);
+                // A later one is told again.
+                state.told = state.given;
+            });
+            // Another thread may have taken it.
+            if is_next {
+                return Ok(Some(weights));
             }
         }
     }

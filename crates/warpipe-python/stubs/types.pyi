@@ -31,7 +31,7 @@ from ._tuples import (
 )
 
 __version__: Final[str]
-DTYPES: Final[list[str]]
+_DTYPES: Final[list[tuple[str, int]]]
 class _CudaStream(Protocol):
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
@@ -454,6 +454,8 @@ class Lease(Sample):
 
 @final
 class Output(Loan):
+    @property
+    def _lease(self) -> Lease: ...
     def __exit__(  # type: ignore[override]
         self,
         kind: type[BaseException] | None,
@@ -914,15 +916,14 @@ def _publish_weights(
     name: str,
     names: Sequence[str],
     tensors: Sequence[Any],
-    *,
-    device: _DeviceLike | None = None,
-    domain: _DomainLike | None = None,
-    wait: float | None = None,
-    zero_copy: bool | str = False,
-    hash: str = "device",
-    layout: str = "as_is",
-    metadata: bytes = b"",
-    base: Any = None,
+    device: _DeviceLike | None,
+    domain: _DomainLike | None,
+    wait: float | None,
+    zero_copy: bool | str,
+    hash: str,
+    row_major: bool,
+    metadata: bytes,
+    base: Any,
 ) -> tuple[PublishedWeights, int, list[str], list[tuple[str, float]]]: ...
 def _open_weights(
     name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None

@@ -89,6 +89,7 @@ from ._errors import (
     WrongDeviceError,
 )
 from . import _arrays as _arrays, _exit as _exit, _futures as _futures, _members as _members, _objects as _objects
+from ._dtypes import DTYPES
 from ._queue import Client, Queue, Server, Worker
 from ._subscriber import Subscriber
 from ._tuples import (
@@ -108,7 +109,6 @@ from ._tuples import (
 from ._warpipe import (
     Buffer,
     Closeable,
-    DTYPES,
     Device,
     Domain,
     Event,

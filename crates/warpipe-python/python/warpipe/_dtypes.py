@@ -9,7 +9,10 @@ import sys
 from typing import Any
 
 from ._errors import DTypeError, LayoutError
-from ._warpipe import DTYPES
+from ._warpipe import _DTYPES
+
+DTYPES = [name for name, _ in _DTYPES]
+"""The element types that can be sent."""
 
 # What NumPy's one letter, or its name for a Python or a C type, means on Linux.
 _ALIASES = {
@@ -20,13 +23,14 @@ _ALIASES = {
     **{"intc": "int32", "uintc": "uint32", "half": "float16", "single": "float32", "double": "float64"},
     "cdouble": "complex128",
 }
+_OF_KIND = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
 _OF_PYTHON: dict[Any, str] = {bool: "bool", int: "int64", float: "float64"}
 _TYPESTR = re.compile(r"([<>=|]?)([iufcb][0-9]+)", re.ASCII)
 
 
 def name_of(found: Any) -> tuple[str, bool]:
-    """An element type's name, or its type string of the array interface; and whether the object is an element type and
-    nothing else. Anything else that has one, such as an array, is neither held nor assumed to keep it."""
+    """An element type's name, and whether the object is an element type and nothing else. Anything else that has one, such
+    as an array, is neither held nor assumed to keep it."""
     if isinstance(found, str):
         return _of_text(found.removeprefix("torch.")), True
     name = _name(found).removeprefix("torch.")
@@ -55,7 +59,7 @@ def _of_text(text: str) -> str:
         return text
     typestr = _TYPESTR.fullmatch(text)
     if typestr:
-        return (typestr[1] or "=") + typestr[2]
+        return of_typestr((typestr[1] or "=") + typestr[2])
     is_ordered = text[:1] in ("<", ">", "=", "|")
     name = _ALIASES.get(text[1:] if is_ordered else text)
     if name is None or (text[0] == ">" and name not in ("bool", "int8", "uint8")):
@@ -67,7 +71,24 @@ def _unknown(name: str) -> DTypeError:
     return DTypeError(f'element type "{name}" is not one that can be sent; there are {", ".join(DTYPES)}')
 
 
-def refusal(typestr: str, name: str | None) -> DTypeError:
+def of_typestr(typestr: str, name: str | None = None) -> str:
+    """The element type of a type string of the array interface; ``name`` is its own where the string cannot say it: NumPy
+    describes a type of another package as a structure, or as a float of one byte.
+
+    Raises ``DTypeError``.
+    """
+    parsed = re.fullmatch(r"(.)(.)([0-9]{1,4})", typestr, re.ASCII | re.DOTALL)
+    if parsed is not None and (parsed[1] != ">" or parsed[3] == "1"):
+        nbytes = int(parsed[3])
+        known = "bool" if parsed[2] + parsed[3] == "b1" else f"{_OF_KIND.get(parsed[2])}{8 * nbytes}"
+        if known in DTYPES:
+            return known
+        if name is not None and (name, nbytes) in _DTYPES:
+            return name
+    raise _refusal(typestr, name)
+
+
+def _refusal(typestr: str, name: str | None) -> DTypeError:
     """Why a type string of the array interface, of elements with this name, is not sent."""
     if typestr[1:2] in tuple("OSUatMm"):
         why = "is of objects, texts or times, and has no numbers that a device knows; convert it with `.astype`"
@@ -86,11 +107,11 @@ _KINDS |= {"Zf": "c", "Zd": "c", "?": "b"}
 
 
 def of_format(text: str, nbytes: int) -> str:
-    """The type string of a buffer's ``format`` (PEP 3118), of which each element takes so many bytes."""
+    """The element type of a buffer's ``format`` (PEP 3118), of which each element takes so many bytes."""
     kind = _KINDS.get(text[1:] if text[:1] in tuple("<>!=@") else text)
     if kind is None:
         raise DTypeError(f'element type "{text}" is no number that a device knows; send an array of numbers')
-    return f"{'>' if text[0] in '>!' else '<'}{kind}{nbytes}"
+    return of_typestr(f"{'>' if text[0] in '>!' else '<'}{kind}{nbytes}")
 
 
 def shape_of(found: Any, rank_max: int) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from . import _warpipe
@@ -13,6 +15,8 @@ from ._loop import AsyncIteration, end_of, found, next_of
 if TYPE_CHECKING:
     from ._tuples import MemoryUse
     from ._warpipe import _DeviceLike, _DomainLike, _Metadata, _StreamLike, _Timeout
+
+_log = logging.getLogger("warpipe")
 
 # Every change rings: this is for what no ring tells.
 _PATIENCE_SECONDS = 1.0
@@ -408,3 +412,50 @@ class Server(_warpipe._Leases, AsyncIteration):
 
 for _one in (Queue, Worker, Client, Server):
     _one.__module__ = "warpipe"
+
+
+def _leave_lease(
+    self: _warpipe.Lease,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+    /,
+) -> bool:
+    """An exception that fails the attempt is logged, and ends the block alone: it is the job's, and the next job is
+    another one. Interrupts go on, as does what is raised once the job has its answer."""
+    if self.is_answered:
+        self.release()
+    elif kind is None:
+        self.fail("its worker left it without an answer")
+    elif not issubclass(kind, Exception):
+        self.requeue()
+    else:
+        self.fail(f"{kind.__name__}: {'' if error is None else error}".encode(errors="replace").decode())
+        told = (self.attempt, self.job)
+        _log.error("attempt %d of job %d failed", *told, exc_info=None if error is None else (kind, error, trace))
+        return True
+    return False
+
+
+def _leave_output(
+    self: _warpipe.Output,
+    kind: type[BaseException] | None,
+    _error: BaseException | None,
+    _trace: TracebackType | None,
+    /,
+) -> None:
+    if not self.released:
+        if kind is None:
+            self._lease.complete(self)
+        else:
+            self.discard()
+
+
+def _complete() -> None:
+    """Gives the native classes these methods."""
+    lease: Any = _warpipe.Lease
+    output: Any = _warpipe.Output
+    lease.__exit__, output.__exit__ = _leave_lease, _leave_output
+
+
+_complete()

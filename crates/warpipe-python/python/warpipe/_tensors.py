@@ -1,12 +1,20 @@
-"""What PyTorch's tensors are when they are sent, published or copied: plain ones, of their values alone."""
+"""What is sent, published or copied: of PyTorch's tensors plain ones, of their values alone; and what array interfaces state."""
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from ._errors import DTypeError, Error, ExportError, NotATensorError
+from ._dtypes import of_typestr, shape_of
+from ._errors import DTypeError, Error, ExportError, LayoutError, NotATensorError
+
+# The next step for tensors that cannot be published where they lie.
+IN_PLACE = "allocate it in warpipe.torch.pool() or in expandable segments, without gaps"
+
+_Value = TypeVar("_Value")
 
 
 def prepared(tensor: Any) -> Any:
@@ -100,8 +108,11 @@ def _refused(tensor: Any) -> str | None:
     return None
 
 
-def refusal(found: Any, error: Exception | None) -> Exception:
-    """Why an object is not sent: it is no tensor, or its own ``__dlpack__`` raised this error."""
+def refusal(found: Any, error: BaseException | None = None) -> BaseException:
+    """Why an object is not sent: it is no tensor, or its own ``__dlpack__`` raised this error. Interrupts are what they
+    were."""
+    if error is not None and not isinstance(error, Exception):
+        return error
     if error is not None:
         said = f"its own __dlpack__ does not hand the {type(found).__qualname__} out: {type(error).__name__}: {error}"
         refused = ExportError(f"{said}; give a plain copy of it")
@@ -111,6 +122,82 @@ def refusal(found: Any, error: Exception | None) -> Exception:
     said = f"{said} no tensor" if isinstance(found, type) else f"{said} no tensor that can be sent"
     step = "give something with __dlpack__ or an array interface, for example numpy.asarray(it), or bytes"
     return NotATensorError(f"{said}; {step}")
+
+
+def unpublished(name: str, error: BaseException, *found: Any) -> BaseException:
+    """Why a tensor of this name is not published, after the error of a search in an object, or of a copy."""
+    if isinstance(error, Exception) and found and not _is_tensor(found[0]):
+        said = f"'{name}' is a {type(found[0]).__name__} and no tensor"
+        return NotATensorError(f"{said}; leave it out, or make it an array")
+    if not isinstance(error, Error):
+        return error
+    named = type(error)(f"'{name}': {error}")
+    named.__cause__ = error
+    return named
+
+
+def _is_tensor(found: Any) -> bool:
+    try:
+        return not isinstance(found, type) and hasattr(found, "shape") and hasattr(found, "dtype")
+    except Exception:
+        # The shape of a tensor that is lazy is an error of its own.
+        return True
+
+
+def copied(refused: list[tuple[str, BaseException]], is_required: bool) -> list[str]:
+    """What is said of tensors that are copied and were to be published where they lie. An error of the first one if none
+    may be."""
+    said = [f"'{name}' cannot be published where it lies: {error}" for name, error in refused]
+    if said and is_required:
+        error = refused[0][1]
+        raise type(error)(f"{said[0]}; {IN_PLACE}, or give zero_copy=True to have it copied") from error
+    return said
+
+
+def described(owner: Any, interface: Any, rank_max: int) -> tuple[str, list[int], list[int] | None, int]:
+    """What an array interface (version 2 or 3) states: the element type, the shape, the strides in bytes (None: row-major)
+    and the address.
+
+    Raises ``LayoutError``, ``DTypeError``.
+    """
+
+    def read(key: str, how: Callable[[Any], _Value]) -> _Value:
+        if interface.get(key) is None:
+            raise _no_layout(f"its array interface has no {key}")
+        try:
+            return how(interface[key])
+        except (AttributeError, IndexError, OverflowError, TypeError, UnicodeError):
+            raise _no_layout(f"its array interface gives {interface[key]} as {key}") from None
+
+    if not isinstance(interface, dict):
+        raise _no_layout(f"its array interface is a {type(interface).__name__}")
+    if interface.get("mask") is not None:
+        raise _no_layout("it is masked; fill it first")
+    typestr = read("typestr", lambda text: text.encode().decode())
+    shape = read("shape", lambda shape: shape_of(shape, rank_max))
+    if not isinstance(read("data", lambda data: data), tuple):
+        raise _no_layout("its array interface gives a buffer and no address; send numpy.asarray(it)")
+    address = read("data", lambda data: _whole(data[0] or 0, 0, 1 << 64))
+    strides = None
+    if interface.get("strides") is not None:
+        strides = read("strides", lambda strides: [_whole(stride, -1 << 63, 1 << 63) for stride in strides])
+        if len(strides) != len(shape):
+            raise _no_layout(f"{len(shape)} dimensions but {len(strides)} strides")
+    if address == 0 and 0 not in shape:
+        raise _no_layout("its data is null")
+    name = getattr(getattr(owner, "dtype", None), "name", None)
+    return of_typestr(typestr, name if isinstance(name, str) else None), shape, strides, address
+
+
+def _no_layout(why: str) -> LayoutError:
+    return LayoutError(f"not a usable tensor layout: {why}")
+
+
+def _whole(number: Any, low: int, high: int) -> int:
+    whole: int = operator.index(number)
+    if not low <= whole < high:
+        raise OverflowError
+    return whole
 
 
 def is_lazy(tensor: Any) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 from . import _warpipe
 from ._attach import _giving, _tensors, attach, copy_into
 from ._errors import ArgumentError, CopyWarning, NotATensorError
-from ._tensors import is_lazy, like
+from ._tensors import IN_PLACE, is_lazy, like
 from ._warpipe import Follower, Keeper, PublishedWeights, SharedWeights, Watch
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
 
 # DLPack's number of the kind of device.
 _DLPACK_CUDA = 2
-_IN_PLACE = "allocate it in warpipe.torch.pool() or in expandable segments, without gaps"
 
 
 def open(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> SharedWeights:
@@ -181,10 +180,15 @@ def publish_in_phases(
     name: str,
     state_dict: Mapping[str, Any],
     *,
+    device: Any = None,
+    domain: Any = None,
+    wait: float | None = None,
     zero_copy: bool | str = False,
+    hash: str = "device",
+    layout: str = "as_is",
     metadata: Any = None,
+    base: int | PublishedWeights | SharedWeights | None = None,
     stacklevel: int = 2,
-    **options: Any,
 ) -> tuple[PublishedWeights, list[tuple[str, float]]]:
     """As ``publish``, with the seconds of each of its steps."""
     if zero_copy not in (True, False, "require"):
@@ -193,14 +197,19 @@ def publish_in_phases(
         said = f"a {type(state_dict).__name__} is no mapping of names to tensors"
         raise NotATensorError(f"{said}; give a dict: a module's state_dict(), or dict(module.named_parameters())")
     json_text = b"" if metadata is None else json.dumps(metadata, allow_nan=False).encode()
+    if layout not in ("as_is", "row_major"):
+        raise ArgumentError(f"layout is {layout}; allowed is 'as_is' or 'row_major'")
+    is_number = type(base) is int and 0 <= base < 1 << 64
+    if not (base is None or is_number or isinstance(base, (PublishedWeights, SharedWeights))):
+        raise ArgumentError(f"base is {base!r}; allowed is a version's number, what `publish` returned, or open weights")
     names, tensors = _lists(state_dict)
-    options |= {"zero_copy": zero_copy, "metadata": json_text}
-    if options.get("device") is None:
-        options["device"] = _first_gpu(tensors)
-    published, count, refused, phases = _warpipe._publish_weights(name, names, tensors, **options)
+    if device is None:
+        device = _first_gpu(tensors)
+    options = (device, domain, wait, zero_copy, hash, layout == "row_major", json_text, base)
+    published, count, refused, phases = _warpipe._publish_weights(name, names, tensors, *options)
     if refused:
         more = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
-        said = f"{len(refused)} of {count} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"
+        said = f"{len(refused)} of {count} tensors are copied: {refused[0]}{more}; {IN_PLACE}"
         warnings.warn(said, CopyWarning, stacklevel=stacklevel)
     return published, phases
 

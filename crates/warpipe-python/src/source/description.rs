@@ -1,10 +1,8 @@
 //! Shape, strides and address of a tensor, as DLPack or an array interface states them.
 
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::{PyIndexError, PyOverflowError, PyTypeError, PyUnicodeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
-use warpipe::{DType, Layout};
+use warpipe::{DType, Layout, RANK_MAX};
 use warpipe_dlpack::{Imported, row_major};
 
 use super::Wanted;
@@ -80,59 +78,20 @@ impl ArrayDescription {
         Ok(ArrayDescription::new(dtype, shape, strides, address))
     }
 
-    /// Reads `__array_interface__` or `__cuda_array_interface__`, versions 2 and 3.
+    /// Reads `__array_interface__` or `__cuda_array_interface__`, versions 2 and 3: see `_tensors.py`.
     pub(super) fn of_interface(
         owner: &Bound<'_, PyAny>,
-        interface: &Bound<'_, PyDict>,
+        interface: &Bound<'_, PyAny>,
     ) -> PyResult<ArrayDescription> {
-        let missing = |key: &str| Fault::layout(format!("its array interface has no {key}"));
-        let get = |key: &str| {
-            interface
-                .get_item(key)
-                .map(|found| found.filter(|value| !value.is_none()))
-        };
-        if get("mask")?.is_some() {
-            return Err(Fault::layout("it is masked; fill it first").into());
-        }
-        let typestr = get("typestr")?.ok_or_else(|| missing("typestr"))?;
-        let typestr: String = array_description("typestr", &typestr, typestr.extract())?;
-        let named = || {
-            owner
-                .getattr("dtype")
-                .and_then(|dtype| dtype.getattr("name"))
-                .and_then(|name| name.extract())
-                .ok()
-        };
-        let dtype = dtype::from_typestr(&typestr, named)?;
-        let shape = get("shape")?.ok_or_else(|| missing("shape"))?;
-        let shape = array_description("shape", &shape, dtype::shape(&shape))?;
-        let data = get("data")?.ok_or_else(|| missing("data"))?;
-        let Ok(data) = data.cast::<PyTuple>() else {
-            return Err(Fault::layout(
-                "its array interface gives a buffer and no address; send numpy.asarray(it)",
-            )
-            .into());
-        };
-        let address = data.get_item(0).and_then(|address| address.extract());
-        let address: Option<u64> = array_description("data", data, address)?;
-        let strides = match get("strides")? {
+        type Described<'py> = (Bound<'py, PyAny>, Vec<u64>, Option<Vec<i64>>, u64);
+        let module = owner.py().import("warpipe._tensors")?;
+        let described = module.call_method1("described", (owner, interface, RANK_MAX))?;
+        let (name, shape, strides, address): Described<'_> = described.extract()?;
+        let dtype = dtype::named(&name)?;
+        let strides = match strides {
+            Some(bytes) => whole_elements(&bytes, &shape, dtype)?,
             None => row_major(&shape),
-            Some(strides) => {
-                array_description("strides", &strides, in_elements(&strides, &shape, dtype))?
-            }
         };
-        if strides.len() != shape.len() {
-            return Err(Fault::layout(format!(
-                "{} dimensions but {} strides",
-                shape.len(),
-                strides.len()
-            ))
-            .into());
-        }
-        let address = address.unwrap_or(0);
-        if address == 0 && !shape.contains(&0) {
-            return Err(Fault::layout("its data is null").into());
-        }
         Ok(ArrayDescription::new(dtype, shape, strides, address))
     }
 
@@ -204,26 +163,6 @@ impl ArrayDescription {
     }
 }
 
-/// The value of an interface's key. A value of a wrong type becomes a layout error.
-fn array_description<T>(key: &str, value: &Bound<'_, PyAny>, read: PyResult<T>) -> PyResult<T> {
-    let py = value.py();
-    read.map_err(|error| {
-        let wrong = error.is_instance_of::<PyTypeError>(py)
-            || error.is_instance_of::<PyOverflowError>(py)
-            || error.is_instance_of::<PyIndexError>(py)
-            || error.is_instance_of::<PyUnicodeError>(py);
-        if wrong {
-            Fault::layout(format!("its array interface gives {value} as {key}")).into()
-        } else {
-            error
-        }
-    })
-}
-
-fn in_elements(strides: &Bound<'_, PyAny>, shape: &[u64], dtype: DType) -> PyResult<Vec<i64>> {
-    whole_elements(&strides.extract::<Vec<i64>>()?, shape, dtype)
-}
-
 fn whole_elements(bytes: &[i64], shape: &[u64], dtype: DType) -> PyResult<Vec<i64>> {
     let width = dtype.bytes() as i64;
     // A stride along a length of 0 or 1 has no meaning.
@@ -236,18 +175,4 @@ fn whole_elements(bytes: &[i64], shape: &[u64], dtype: DType) -> PyResult<Vec<i6
         .into());
     }
     Ok(bytes.iter().map(|stride| stride / width).collect())
-}
-
-/// The dict of an array interface, if the object has one.
-pub(super) fn interface<'py>(
-    found: &Bound<'py, PyAny>,
-    name: &str,
-) -> PyResult<Option<Bound<'py, PyDict>>> {
-    match found.getattr(name) {
-        Ok(interface) => Ok(interface.cast_into::<PyDict>().ok()),
-        Err(error) if error.is_instance_of::<pyo3::exceptions::PyAttributeError>(found.py()) => {
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    }
 }

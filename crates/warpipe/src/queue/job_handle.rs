@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::dispatcher::{Dispatcher, State};
+use super::dispatcher::{Dispatcher, State, StateGuard};
 use super::job_result::JobResult;
 use super::job_table::Outcome;
 use super::worker_session::{Jobs, WorkerResult};
@@ -49,7 +49,29 @@ impl JobHandle {
     pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         let dispatcher = self.dispatcher()?;
         stream.check_of(dispatcher.publisher.device())?;
-        let (mut wait, mut noun) = (wait.into(), "result of job");
+        let take = |state: &mut StateGuard<'_>| self.try_take(&mut state.table);
+        let (id, outcome) = self.wait_until(&dispatcher, wait.into(), take)?;
+        into_result(&dispatcher, id, outcome, stream)
+    }
+
+    /// Waits as [`wait`](Self::wait), and takes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`JobEnd::Expired`]; [`Error::State`].
+    #[doc(hidden)] // For the Python package.
+    pub fn wait_until_done<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let is_done =
+            |state: &mut StateGuard<'_>| state.table.is_settled(self.id).then_some(Ok(()));
+        self.wait_until(&self.dispatcher()?, wait.into(), is_done)
+    }
+
+    fn wait_until<T>(
+        &self,
+        dispatcher: &Arc<Dispatcher>,
+        mut wait: Wait<'_>,
+        look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
+    ) -> Result<T> {
+        let mut noun = "result of job";
         if self.deadline_ns != 0 {
             let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
             (wait, noun) = (wait.no_longer_than(left), "reply to request");
@@ -61,9 +83,7 @@ impl JobHandle {
                 format!("the {noun} {id} of {name:?} ({})", state.outlook())
             }),
         };
-        let (id, outcome) =
-            dispatcher.wait_until(&wait, |state| self.try_take(&mut state.table), late)?;
-        into_result(&dispatcher, id, outcome, stream)
+        dispatcher.wait_until(&wait, look, late)
     }
 
     /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken, or

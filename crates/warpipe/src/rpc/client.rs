@@ -150,13 +150,10 @@ impl Client {
         self.queue.loan(layout)
     }
 
-    /// [`loan`](Self::loan) with `wait` in place of the client's timeout.
-    ///
-    /// # Errors
-    /// As [`loan`](Self::loan).
+    /// The queue of its requests.
     #[doc(hidden)] // For bindings.
-    pub fn loan_within<'w>(&self, layout: &Layout, wait: impl Into<Wait<'w>>) -> Result<Loan> {
-        self.queue.loan_within(layout, wait)
+    pub fn queue(&self) -> &Queue {
+        &self.queue
     }
 
     /// Sends a request behind the work enqueued on `stream`; the reply must come within `deadline`.
