@@ -1,5 +1,7 @@
 //! Devices, and the arguments that name one.
 
+use std::ops::Deref;
+
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 use warpipe::backend::{DeviceId, DeviceKind, cuda};
@@ -22,6 +24,14 @@ pub struct Device {
     /// Why this device was chosen, in words.
     #[pyo3(get)]
     why: String,
+}
+
+impl Deref for Device {
+    type Target = warpipe::Device;
+
+    fn deref(&self) -> &warpipe::Device {
+        &self.inner
+    }
 }
 
 impl PartialEq for Device {
@@ -65,7 +75,8 @@ impl Device {
         device.unwrap_or_else(Device::preferred).inner
     }
 
-    fn preferred() -> Device {
+    /// The preferred one.
+    pub fn preferred() -> Device {
         thread_exit::prepare_exit();
         let preferred = Python::attach(|py| py.detach(warpipe::Device::preferred));
         Device {

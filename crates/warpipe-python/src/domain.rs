@@ -56,8 +56,9 @@ impl Domain {
 pub fn place(
     domain: Option<Domain>,
     device: Option<Device>,
-) -> PyResult<(warpipe::Domain, warpipe::Device)> {
-    Ok((Domain::or_usual(domain)?, Device::or_preferred(device)))
+) -> PyResult<(warpipe::Domain, Device)> {
+    let device = device.unwrap_or_else(Device::preferred);
+    Ok((Domain::or_usual(domain)?, device))
 }
 
 /// Opens what has a name, waiting for it, on a device.
@@ -66,7 +67,7 @@ pub fn opened<T: Send>(
     (domain, device): (Option<Domain>, Option<Device>),
     wait: WaitLimit,
     open: impl FnOnce(OpenOptions, Wait<'_>) -> warpipe::Result<T> + Send,
-) -> PyResult<(T, warpipe::Device)> {
+) -> PyResult<(T, Device)> {
     let (domain, device) = place(domain, device)?;
     let options: OpenOptions = domain.on(&device);
     let opened = waiting(py, wait.0, || Ok(()), |wait| Ok(open(options, wait)?))?;

@@ -23,7 +23,9 @@ use crate::wait::{HELD_UP, Limit, waiting};
 #[derive(Debug)]
 pub struct Event {
     handle: CloseableHandle<warpipe::Event>,
-    device: warpipe::Device,
+    /// The device it was made or opened with.
+    #[pyo3(get)]
+    device: Device,
 }
 
 /// One recording of an event, for ``Event.check``.
@@ -111,7 +113,7 @@ impl EventHandle {
 
 impl Event {
     fn new(py: Python<'_>, inner: warpipe::Event) -> PyResult<Py<Event>> {
-        let device = inner.device().clone();
+        let device = Device::of(inner.device());
         let handle = CloseableHandle::new("event", "", inner)?;
         let base = handle.base();
         Py::new(py, base.add_subclass(Event { handle, device }))
@@ -175,12 +177,6 @@ impl Event {
         Ok(EventHandle {
             inner: py.detach(|| Outcome::Ok(self.handle.get()?.handle()?))?,
         })
-    }
-
-    /// The device it was made or opened with.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
     }
 
     /// CUDA's own event, for calls that take one, or None. A wait for it has CUDA's semantics: it

@@ -31,7 +31,9 @@ use crate::wait::{Limit, WaitLimit};
 #[derive(Debug)]
 pub struct KernelRing {
     handle: CloseableHandle<Ring>,
-    device: warpipe::Device,
+    /// The device of this side's kernels.
+    #[pyo3(get)]
+    device: Device,
     /// Whether this side writes the items.
     #[pyo3(get)]
     is_producer: bool,
@@ -70,7 +72,7 @@ impl KernelRing {
     fn new(
         py: Python<'_>,
         name: &str,
-        device: warpipe::Device,
+        device: Device,
         inner: warpipe::KernelRing,
     ) -> PyResult<Py<KernelRing>> {
         let RingInfo {
@@ -185,12 +187,6 @@ impl KernelRing {
         let open = |options, wait: Wait<'_>| warpipe::KernelRing::open(name, options, wait);
         let (ring, device) = opened(py, (domain, device), wait, open)?;
         KernelRing::new(py, name, device, ring)
-    }
-
-    /// The device of this side's kernels.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
     }
 
     /// The address of a slot, for work between two steps. A consumer may only read it. Item ``n`` lies

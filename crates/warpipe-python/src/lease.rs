@@ -52,44 +52,6 @@ pub struct Lease {
     deadline_ns: Option<u64>,
 }
 
-/// An answer, as often as it is tried.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one for each answer, on the stack; a box would be an allocation for each"
-)]
-enum LeaseAnswer {
-    Complete(Option<warpipe::Loan>, warpipe::Stream),
-    Fail(String),
-    Requeue,
-    Reject(String),
-}
-
-impl LeaseAnswer {
-    fn send(&mut self, answer_handle: AnswerHandle, wait: Wait<'_>) -> Result<(), AnswerError> {
-        match self {
-            LeaseAnswer::Complete(output, stream) => {
-                answer_handle.complete(output.take(), stream, wait)
-            }
-            LeaseAnswer::Fail(reason) => answer_handle.fail(reason, wait),
-            LeaseAnswer::Requeue => answer_handle.requeue(wait),
-            LeaseAnswer::Reject(reason) => answer_handle.reject(reason, wait),
-        }
-    }
-
-    fn restore_output(&mut self, unused: Option<Box<warpipe::Loan>>) {
-        if let (LeaseAnswer::Complete(output, _), Some(unused)) = (self, unused) {
-            *output = Some(*unused);
-        }
-    }
-
-    /// An answer that was not sent drops its output after the work that fills it.
-    fn discard_output(self, py: Python<'_>) {
-        if let LeaseAnswer::Complete(Some(output), stream) = self {
-            let _ = py.detach(|| output.discard(&stream));
-        }
-    }
-}
-
 impl Lease {
     /// Wraps a lease.
     pub fn new(
@@ -182,7 +144,7 @@ impl Lease {
         tensor: Given<'_, '_>,
         metadata: Option<Metadata>,
         stream: Given<'_, '_>,
-    ) -> PyResult<LeaseAnswer> {
+    ) -> PyResult<(Option<warpipe::Loan>, warpipe::Stream)> {
         let (py, lease) = (slf.py(), slf.get());
         let context = &lease.context;
         let borrow = |layout: &Layout, metadata| lease.borrow(py, layout, metadata);
@@ -195,46 +157,42 @@ impl Lease {
                 }
                 let behind = lent.behind(py)?;
                 if metadata.is_none() {
-                    return Ok(LeaseAnswer::Complete(None, behind));
+                    return Ok((None, behind));
                 }
                 let nothing = Layout::bytes_only(0).map_err(Fault::from)?;
                 (lease.borrow(py, &nothing, metadata)?, behind)
             }
         };
         let output = slot.into_work("one of this lease's `output`")?;
-        Ok(LeaseAnswer::Complete(Some(output), stream))
+        Ok((Some(output), stream))
     }
 
-    /// Sends the answer, and releases the input.
-    fn answer(slf: &Bound<'_, Lease>, mut word: LeaseAnswer) -> PyResult<()> {
+    /// Sends an answer, and releases the input. One that was not sent can be sent again, or replaced by
+    /// another; its output stays in `output`.
+    fn answer(
+        slf: &Bound<'_, Lease>,
+        output: &mut Option<warpipe::Loan>,
+        send: impl FnOnce(AnswerHandle, Option<warpipe::Loan>, Wait<'_>) -> Result<(), AnswerError>
+        + Send,
+    ) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
         // One that came while the output was made.
-        if let Err(interrupt) = py.check_signals() {
-            word.discard_output(py);
-            return Err(interrupt);
-        }
+        py.check_signals()?;
         let owed =
             py.detach(|| Outcome::Ok(lease.answer_handle()?.take().map(DropDetached::into_inner)))?;
-        let Some(owed) = owed else {
-            word.discard_output(py);
-            return Err(lease.answered().into());
-        };
+        let owed = owed.ok_or_else(|| lease.answered())?;
         let mut back = None;
         let goes_on = || Ok(());
         let said = waiting(py, lease.context.patience, goes_on, |wait| {
-            word.send(owed, wait).map_err(|failed| {
-                back = failed
-                    .returned
-                    .answer_handle
-                    .map(|owed| DropDetached::new(*owed));
-                word.restore_output(failed.returned.output);
+            send(owed, output.take(), wait).map_err(|failed| {
+                let owed = failed.returned.answer_handle;
+                back = owed.map(|owed| DropDetached::new(*owed));
+                *output = failed.returned.output.map(|output| *output);
                 failed.error.into()
             })
         });
-        // An answer that was not sent can be sent again, or replaced by another.
         let has_answer = back.is_none();
         py.detach(|| lease.answer_handle().map(|mut unsaid| *unsaid = back))?;
-        word.discard_output(py);
         if has_answer {
             slf.as_super().get().release(py)?;
         }
@@ -294,8 +252,15 @@ impl Lease {
         if slf.get().has_answer(slf.py())? {
             return Err(slf.get().answered().into());
         }
-        let word = Lease::result(slf, tensor, metadata, stream)?;
-        Lease::answer(slf, word)
+        let (mut output, stream) = Lease::result(slf, tensor, metadata, stream)?;
+        let answered = Lease::answer(slf, &mut output, |owed, output, wait| {
+            owed.complete(output, &stream, wait)
+        });
+        if let Some(unused) = output {
+            // After the work that fills it.
+            let _ = slf.py().detach(|| unused.discard(&stream));
+        }
+        answered
     }
 
     /// Fails this attempt; another worker tries again, as often as the queue allows. The reason is
@@ -305,7 +270,7 @@ impl Lease {
     /// ``TimeoutError``.
     #[pyo3(text_signature = "($self, reason)")]
     fn fail(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {
-        Lease::answer(slf, LeaseAnswer::Fail(reason))
+        Lease::answer(slf, &mut None, |owed, _, wait| owed.fail(&reason, wait))
     }
 
     /// Gives the job to another worker, which costs no attempt: for a worker that leaves.
@@ -313,7 +278,7 @@ impl Lease {
     /// Raises as ``fail``.
     #[pyo3(text_signature = "($self)")]
     fn requeue(slf: &Bound<'_, Lease>) -> PyResult<()> {
-        Lease::answer(slf, LeaseAnswer::Requeue)
+        Lease::answer(slf, &mut None, |owed, _, wait| owed.requeue(wait))
     }
 
     /// Rejects the job, so that no worker tries it again: the submitter gets ``RejectedError``. The
@@ -322,7 +287,7 @@ impl Lease {
     /// Raises as ``fail``.
     #[pyo3(text_signature = "($self, reason)")]
     fn reject(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {
-        Lease::answer(slf, LeaseAnswer::Reject(reason))
+        Lease::answer(slf, &mut None, |owed, _, wait| owed.reject(&reason, wait))
     }
 }
 

@@ -125,7 +125,7 @@ impl Leases {
             let worker = waiting(py, wait.0, || Ok(()), attach)?;
             ("worker", "a job of", Source::Worker(worker))
         };
-        let context = CopyContext::new(device, stream, patience);
+        let context = CopyContext::new(device.inner, stream, patience);
         let calls = Calls {
             ring: Source::ring,
             take_back: Lease::return_all,

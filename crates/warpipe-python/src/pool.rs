@@ -33,7 +33,9 @@ use crate::wait::{Limit, WaitLimit, waiting};
 #[derive(Debug)]
 pub struct Pool {
     handle: CloseableHandle<warpipe::Pool>,
-    device: warpipe::Device,
+    /// Its device.
+    #[pyo3(get)]
+    device: Device,
 }
 
 /// Bytes and blocks of a quota, each without a limit if None.
@@ -91,12 +93,6 @@ impl Pool {
         let pool = call(py, || warpipe::Pool::new(name, options))?;
         let object = |handle| Pool { handle, device };
         CloseableHandle::object(py, "pool", name, pool, object)
-    }
-
-    /// Its device.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
     }
 
     /// A free block of ``nbytes`` bytes, waiting up to ``timeout`` seconds (None: no limit) for

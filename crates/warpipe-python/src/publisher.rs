@@ -285,7 +285,7 @@ impl Publisher {
         let handle = CloseableHandle::new("publisher", name, made)?;
         Ok(handle.named().add_subclass(Publisher {
             handle,
-            context: CopyContext::new(device, stream, block),
+            context: CopyContext::new(device.inner, stream, block),
             policy,
             depth,
             history,

@@ -28,7 +28,9 @@ use crate::wait::{Given, Limit, WaitLimit};
 #[derive(Debug)]
 pub struct Semaphore {
     handle: CloseableHandle<warpipe::Semaphore>,
-    device: warpipe::Device,
+    /// The device of the streams that take permits.
+    #[pyo3(get)]
+    device: Device,
 }
 
 /// A held permit, as ``Semaphore.acquire`` gives it: released at the end of a ``with`` block, or
@@ -39,7 +41,7 @@ pub struct Semaphore {
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Permit {
-    device: warpipe::Device,
+    device: Device,
     /// How many permits went to others during the wait for this one.
     #[pyo3(get)]
     passed: u64,
@@ -84,7 +86,7 @@ impl Semaphore {
         py: Python<'_>,
         name: &str,
         inner: warpipe::Semaphore,
-        device: warpipe::Device,
+        device: Device,
     ) -> PyResult<Py<Semaphore>> {
         let object = |handle| Semaphore { handle, device };
         CloseableHandle::object(py, "semaphore", name, inner, object)
@@ -174,12 +176,6 @@ impl Semaphore {
         let open = |options, wait: Wait<'_>| warpipe::Semaphore::open(name, options, wait);
         let (inner, device) = opened(py, (domain, device), wait, open)?;
         Semaphore::new(py, name, inner, device)
-    }
-
-    /// The device of the streams that take permits.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
     }
 
     /// How many permits there are.
@@ -293,6 +289,6 @@ impl Permit {
     }
 
     fn __repr__(&self) -> String {
-        format!("Permit({})", self.device)
+        format!("Permit({})", *self.device)
     }
 }

@@ -44,7 +44,9 @@ pub struct Subscriber {
     inbox: Inbox<warpipe::Subscriber, Frame>,
     /// The limit of each step of an iteration.
     iteration: Option<Duration>,
-    device: warpipe::Device,
+    /// The device that it reads with.
+    #[pyo3(get)]
+    device: Device,
     stream: OwnStream,
 }
 
@@ -124,12 +126,6 @@ impl Subscriber {
             device,
             stream,
         }))
-    }
-
-    /// The device that it reads with.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
     }
 
     /// The default limit of a wait, in seconds; None for no limit.

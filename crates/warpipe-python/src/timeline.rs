@@ -22,7 +22,9 @@ use crate::wait::{Given, HELD_UP, Limit, WaitLimit, waiting};
 #[derive(Debug)]
 pub struct Timeline {
     handle: CloseableHandle<warpipe::Timeline>,
-    device: warpipe::Device,
+    /// The device of the streams that signal and wait.
+    #[pyo3(get)]
+    device: Device,
     /// Whether this handle may signal.
     #[pyo3(get)]
     is_owner: bool,
@@ -32,7 +34,7 @@ impl Timeline {
     fn new(
         py: Python<'_>,
         name: &str,
-        device: warpipe::Device,
+        device: Device,
         inner: warpipe::Timeline,
         is_owner: bool,
     ) -> PyResult<Py<Timeline>> {
@@ -94,12 +96,6 @@ impl Timeline {
         let open = |options, wait: Wait<'_>| warpipe::Timeline::open(name, options, wait);
         let (timeline, device) = opened(py, (domain, device), wait, open)?;
         Timeline::new(py, name, device, timeline, false)
-    }
-
-    /// The device of the streams that signal and wait.
-    #[getter]
-    fn device(&self) -> Device {
-        Device::of(&self.device)
     }
 
     /// The value now; the last one, when the owner is gone.
