@@ -15,7 +15,7 @@ use crate::device::is_cuda;
 use crate::errors::Outcome;
 use crate::interpreter_exit;
 use crate::rows::{Scattered, room_for};
-use crate::source::{Source, SourceLocation, SourceOwner, Wanted};
+use crate::source::{Source, SourceOwner, Wanted};
 use crate::stream::Consumer;
 use crate::wait::{until, waiting};
 
@@ -171,44 +171,31 @@ impl Copies {
         &self,
         py: Python<'_>,
         into: &mut impl Target,
-        source: Source,
+        mut source: Source,
         own: &warpipe::Stream,
         patience: Option<Duration>,
     ) -> PyResult<warpipe::Stream> {
         let (to, bytes) = (into.lowest(), into.bytes());
         let meets = source.meets(to, bytes);
-        if let Some(bytes) = source.host_bytes() {
-            py.detach(|| {
-                if meets {
-                    into.write(own, &copied(bytes)?)
-                } else {
-                    into.write(own, bytes)
-                }
+        let Some(reader) = source.reader.take() else {
+            let (rows, bytes) = (source.rows.as_deref(), source.host_bytes());
+            py.detach(|| match rows {
+                Some(rows) => gather(rows, into, own, meets),
+                None if meets => into.write(own, &copied(bytes)?),
+                None => into.write(own, bytes),
             })?;
             return Ok(own.clone());
-        }
-        let (from, reader, keep) = match source.place {
-            SourceLocation::Rows(rows, keep) => {
-                py.detach(|| gather(&rows, into, own, meets))?;
-                drop(keep);
-                return Ok(own.clone());
-            }
-            SourceLocation::Device(lowest, reader, keep) => {
-                (CopySource::Whole(lowest), reader, keep)
-            }
-            SourceLocation::DeviceRows(rows, reader, keep) => {
-                (CopySource::Rows(rows), reader, keep)
-            }
-            SourceLocation::Bytes(_) | SourceLocation::Host(..) => {
-                unreachable!("bytes of the host were written above")
-            }
+        };
+        let from = match source.rows.take() {
+            Some(rows) => CopySource::Rows(rows),
+            None => CopySource::Whole(source.lowest),
         };
         let target = reader.follow(py)?.clone();
         if bytes > 0 {
             // Before the copy: an interrupted wait leaves nothing behind that writes the target.
             self.wait_for_room(py, &target, patience)?;
             // Dropped with the interpreter, in every case.
-            let mut keep = Some(keep);
+            let mut keep = Some(source.owner);
             py.detach(|| {
                 refuse_capture(&target)?;
                 into.stay_behind(&target);

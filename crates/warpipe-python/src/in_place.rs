@@ -16,7 +16,7 @@ use warpipe::{DevicePtr, Layout, PublishOptions, Published, Publisher, SampleMut
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::LibraryHeld;
-use crate::source::{Source, SourceLocation};
+use crate::source::Source;
 use crate::thread_exit::prepare_exit;
 use crate::torch_allocator;
 
@@ -169,13 +169,11 @@ struct Located {
 }
 
 fn locate(source: Source, pool: &PublishedPool) -> Result<Located, NotInPlace> {
-    let (SourceLocation::Device(address, ..) | SourceLocation::Host(address, _)) = source.place
-    else {
-        return Err(refuse(
-            SlowPath::Gathered,
-            "it has gaps, or is no array, and is gathered into a copy; make it a contiguous one first".into(),
-        ));
+    let gathered = || {
+        let said = "it has gaps, or is no array, and is gathered into a copy; make it a contiguous one first";
+        refuse(SlowPath::Gathered, said.into())
     };
+    let address = source.address().ok_or_else(gathered)?;
     if source.layout.bytes() == 0 {
         return Err(refuse(SlowPath::NotExportable, "it is empty".into()));
     }

@@ -11,7 +11,7 @@ use crate::detached::{OwnStream, call};
 use crate::device::Device;
 use crate::errors::Fault;
 use crate::memory_owner::OwnedMemory;
-use crate::source::{SourceLocation as Found, Wanted};
+use crate::source::Wanted;
 use crate::view::View;
 
 /// The handle of an argument: its text, or its bytes.
@@ -77,12 +77,9 @@ impl LegacyHandle {
             ..Wanted::on(&device, &own)
         };
         let source = wanted.find(tensor)?;
-        let (Found::Host(address, _) | Found::Device(address, ..)) = source.place else {
-            return Err(Fault::layout(
-                "it has gaps; export what it is a part of, or make it contiguous first",
-            )
-            .into());
-        };
+        let address = source.address().ok_or_else(|| {
+            Fault::layout("it has gaps; export what it is a part of, or make it contiguous first")
+        })?;
         // SAFETY: the caller's promise, as the text above says; the address is looked up and not
         // trusted.
         let exported = py.detach(|| unsafe {

@@ -4,7 +4,6 @@ use std::collections::HashMap;
 
 use pyo3::prelude::*;
 use warpipe::Wait;
-use warpipe::backend::Access;
 
 use crate::closeable::Named;
 use crate::detached::call;
@@ -13,6 +12,7 @@ use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::memory_owner::OwnedMemory;
+use crate::shared_memory::access;
 use crate::ticket::Ticket;
 use crate::tuples::{Info, pool_usage};
 use crate::view::View;
@@ -154,12 +154,7 @@ impl Buffer {
         let OwnedMemory::Block(block) = owner.memory() else {
             unreachable!("a Buffer holds a block")
         };
-        let access = if writable {
-            Access::ReadWrite
-        } else {
-            Access::Read
-        };
-        let inner = call(slf.py(), || block.lend(access))?;
+        let inner = call(slf.py(), || block.lend(access(writable)))?;
         Ok(Ticket { inner })
     }
 }

@@ -22,7 +22,7 @@ use crate::metadata::Metadata;
 use crate::outgoing::{HELD_UP, Outgoing, dispatch};
 use crate::parts::{self, behind_all};
 use crate::slot::Slot;
-use crate::source::{Source, SourceLocation, Wanted};
+use crate::source::{Source, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
 use crate::wait::{Given, Limit, Seconds, optional, seconds, until, waiting};
@@ -178,11 +178,9 @@ impl Publisher {
         metadata: Option<Metadata>,
         stream: Option<&Consumer>,
     ) -> PyResult<Result<u64, NotInPlace>> {
-        let readers = sources.iter().map(|(_, source)| match &source.place {
-            SourceLocation::Device(_, reader, _) => Some(reader.clone()),
-            _ => stream.cloned(),
-        });
-        let readers: Vec<Consumer> = readers.flatten().collect();
+        let readers = sources.iter();
+        let readers = readers.filter_map(|(_, source)| source.reader.as_ref().or(stream).cloned());
+        let readers: Vec<Consumer> = readers.collect();
         let publisher = self.inner()?;
         let lent = if several {
             let Slot::Sample(mut loan) = self.take(py, &[], true)? else {

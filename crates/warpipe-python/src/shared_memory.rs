@@ -18,7 +18,7 @@ use crate::tuples::memory_info;
 use crate::view::View;
 
 /// The access to memory, in the library's type.
-fn access(writable: bool) -> Access {
+pub fn access(writable: bool) -> Access {
     if writable {
         Access::ReadWrite
     } else {

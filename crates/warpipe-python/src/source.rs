@@ -34,34 +34,21 @@ use crate::view::View;
 #[derive(Debug)]
 pub struct Source {
     pub layout: Layout,
-    pub place: SourceLocation,
-}
-
-/// The location of its `layout.bytes()` bytes.
-#[derive(Debug)]
-pub enum SourceLocation {
-    /// In memory of the host, from this address on.
-    Host(
-        u64,
-        #[allow(dead_code, reason = "held, not used")] SourceOwner,
-    ),
-    /// In a buffer of this package.
-    Bytes(Vec<u8>),
-    /// In memory of the host, with gaps or not in the order that is sent.
-    Rows(
-        Box<Scattered>,
-        #[allow(dead_code, reason = "held, not used")] SourceOwner,
-    ),
-    /// On the publisher's device from this address on, to be read on this stream.
-    Device(u64, Consumer, SourceOwner),
-    /// On the publisher's GPU, with gaps or not in the order that is sent, to be read on this
-    /// stream.
-    DeviceRows(Box<Scattered>, Consumer, SourceOwner),
+    /// The address of its first byte.
+    pub lowest: u64,
+    /// How it lies, if it has gaps or is not in the order that is sent.
+    pub rows: Option<Box<Scattered>>,
+    /// The stream that it is read on, in memory of the publisher's device; `None` if the CPU reads it,
+    /// in memory of the host.
+    pub reader: Option<Consumer>,
+    pub owner: SourceOwner,
 }
 
 /// The owner that keeps a foreign tensor's memory.
 #[derive(Debug)]
 pub enum SourceOwner {
+    /// Bytes of this package.
+    Bytes(#[allow(dead_code, reason = "held, not used")] Vec<u8>),
     /// An imported capsule.
     Capsule(#[allow(dead_code, reason = "held, not used")] Box<Imported>),
     /// The object itself.
@@ -104,10 +91,10 @@ impl<'a> Wanted<'a> {
     /// Finds the tensor behind `found`.
     pub fn find(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
         if let Ok(bytes) = found.cast::<PyBytes>() {
-            return Source::bytes(bytes.as_bytes().to_vec());
+            return Source::of_bytes(bytes.as_bytes().to_vec());
         }
         if let Ok(bytes) = found.cast::<PyByteArray>() {
-            return Source::bytes(bytes.to_vec());
+            return Source::of_bytes(bytes.to_vec());
         }
         if found.is_instance_of::<PyType>() {
             return Err(in_words(found.py(), "refusal", (found,)));
@@ -160,7 +147,10 @@ impl<'a> Wanted<'a> {
         view.get().owner()?.admit(found.py(), reader)?;
         Ok(Some(Source {
             layout: memory.layout,
-            place: SourceLocation::Device(memory.lowest, reader.clone(), SourceOwner::Nothing),
+            lowest: memory.lowest,
+            rows: None,
+            reader: Some(reader.clone()),
+            owner: SourceOwner::Nothing,
         }))
     }
 
@@ -171,14 +161,13 @@ impl<'a> Wanted<'a> {
             let format = view.getattr("format")?.extract::<CString>()?;
             let bytes = view.call_method0("tobytes")?.extract::<Vec<u8>>()?;
             let dtype = dtype::from_buffer_format(view.py(), &format, bytes.len())?;
-            return Ok(Source {
-                layout: Layout::contiguous(dtype, &[]).map_err(Fault::from)?,
-                place: SourceLocation::Bytes(bytes),
-            });
+            let layout = Layout::contiguous(dtype, &[]).map_err(Fault::from)?;
+            return Ok(Source::bytes(layout, bytes));
         }
         let described = ArrayDescription::of_buffer(view.py(), &PyUntypedBuffer::get(view)?)?;
-        self.of_host(
+        self.of_memory(
             &described,
+            None,
             SourceOwner::Object(view.clone().into_any().unbind()),
         )
     }
@@ -201,7 +190,11 @@ impl<'a> Wanted<'a> {
             Some(buffer) => ArrayDescription::of_buffer(found.py(), &buffer)?,
             None => ArrayDescription::of_interface(found, interface)?,
         };
-        self.of_host(&described, SourceOwner::Object(found.clone().unbind()))
+        self.of_memory(
+            &described,
+            None,
+            SourceOwner::Object(found.clone().unbind()),
+        )
     }
 
     fn of_dlpack(self, found: &Bound<'_, PyAny>, must_keep: bool) -> PyResult<Source> {
@@ -234,7 +227,11 @@ impl<'a> Wanted<'a> {
                 return Err(elsewhere(&location_of(tensor.device()), device));
             }
             let array_description = ArrayDescription::of_import(&tensor);
-            return self.of_host(&array_description, SourceOwner::Capsule(Box::new(tensor)));
+            return self.of_memory(
+                &array_description,
+                None,
+                SourceOwner::Capsule(Box::new(tensor)),
+            );
         }
         let gpu = DLDevice {
             device_type: CUDA,
@@ -254,7 +251,7 @@ impl<'a> Wanted<'a> {
         } else {
             SourceOwner::Capsule(Box::new(tensor))
         };
-        self.of_device(&array_description, reader, keep)
+        self.of_memory(&array_description, Some(reader), keep)
     }
 
     fn of_cuda_interface(
@@ -274,96 +271,73 @@ impl<'a> Wanted<'a> {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
             call(found.py(), || reader.stream.wait_for(&writer.stream))?;
         }
-        self.of_device(
+        self.of_memory(
             &array_description,
-            reader,
+            Some(reader),
             SourceOwner::Object(found.clone().unbind()),
         )
     }
 
-    fn of_device(
+    fn of_memory(
         self,
-        array_description: &ArrayDescription,
-        reader: Consumer,
-        keep: SourceOwner,
+        described: &ArrayDescription,
+        reader: Option<Consumer>,
+        owner: SourceOwner,
     ) -> PyResult<Source> {
-        let (layout, lowest, must_gather) = array_description.lie(self)?;
-        if must_gather {
-            let scattered = Box::new(Scattered::new(layout, lowest)?);
-            return Ok(Source {
-                layout: scattered.packed(),
-                place: SourceLocation::DeviceRows(scattered, reader, keep),
-            });
-        }
+        let (layout, lowest, must_gather) = described.lie(self)?;
+        let rows = must_gather.then(|| Scattered::new(layout, lowest));
+        let rows = rows.transpose()?.map(Box::new);
         Ok(Source {
-            layout,
-            place: SourceLocation::Device(lowest, reader, keep),
-        })
-    }
-
-    fn of_host(self, array_description: &ArrayDescription, keep: SourceOwner) -> PyResult<Source> {
-        let (layout, lowest, must_gather) = array_description.lie(self)?;
-        if must_gather {
-            let scattered = Box::new(Scattered::new(layout, lowest)?);
-            return Ok(Source {
-                layout: scattered.packed(),
-                place: SourceLocation::Rows(scattered, keep),
-            });
-        }
-        Ok(Source {
-            layout,
-            place: SourceLocation::Host(lowest, keep),
+            layout: rows.as_ref().map_or(layout, |rows| rows.packed()),
+            lowest,
+            rows,
+            reader,
+            owner,
         })
     }
 }
 
 impl Source {
-    fn bytes(bytes: Vec<u8>) -> PyResult<Source> {
+    fn of_bytes(bytes: Vec<u8>) -> PyResult<Source> {
         let layout = Layout::bytes_only(bytes.len() as u64).map_err(Fault::from)?;
-        Ok(Source {
-            layout,
-            place: SourceLocation::Bytes(bytes),
-        })
+        Ok(Source::bytes(layout, bytes))
     }
 
-    /// Whether it lies on the host, and is read by the CPU when it is copied.
-    pub fn is_of_host(&self) -> bool {
-        !matches!(
-            self.place,
-            SourceLocation::Device(..) | SourceLocation::DeviceRows(..)
-        )
+    fn bytes(layout: Layout, bytes: Vec<u8>) -> Source {
+        Source {
+            layout,
+            lowest: bytes.as_ptr().expose_provenance() as u64,
+            rows: None,
+            reader: None,
+            owner: SourceOwner::Bytes(bytes),
+        }
+    }
+
+    /// The address of an array that lies as it is sent.
+    pub fn address(&self) -> Option<u64> {
+        let is_array = self.rows.is_none() && !matches!(self.owner, SourceOwner::Bytes(_));
+        is_array.then_some(self.lowest)
     }
 
     /// Whether any of it may lie among the `bytes` from `lowest` on.
     pub fn meets(&self, lowest: u64, bytes: u64) -> bool {
-        let (ours, length) = match &self.place {
-            SourceLocation::Bytes(_) => return false,
-            SourceLocation::Host(address, _) | SourceLocation::Device(address, ..) => {
-                (*address, self.layout.bytes())
-            }
-            SourceLocation::Rows(scattered, _) | SourceLocation::DeviceRows(scattered, ..) => {
-                scattered.extent()
-            }
+        let (ours, length) = match &self.rows {
+            Some(scattered) => scattered.extent(),
+            None => (self.lowest, self.layout.bytes()),
         };
         ours < lowest.saturating_add(bytes) && lowest < ours.saturating_add(length)
     }
 
-    /// Its bytes, if they are on the host as they are sent.
-    pub fn host_bytes(&self) -> Option<&[u8]> {
-        match &self.place {
-            SourceLocation::Bytes(bytes) => Some(bytes),
-            SourceLocation::Host(..) if self.layout.bytes() == 0 => Some(&[]),
-            SourceLocation::Host(address, _) => {
-                // SAFETY: the object says that its tensor lies there, the extent was worked out
-                // from the same shape and strides, and `SourceOwner` holds it. That nothing writes
-                // it during the call is the caller's part, as with every array library.
-                Some(unsafe {
-                    std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize)
-                })
-            }
-            SourceLocation::Rows(..)
-            | SourceLocation::Device(..)
-            | SourceLocation::DeviceRows(..) => None,
+    /// Its bytes, if they are on the host as they are sent; else none.
+    pub fn host_bytes(&self) -> &[u8] {
+        if self.layout.bytes() == 0 || self.rows.is_some() || self.reader.is_some() {
+            return &[];
+        }
+        // SAFETY: the object says that its tensor lies there, the extent was worked out from the same
+        // shape and strides, and `owner` holds it. That nothing writes it during the call is the
+        // caller's part, as with every array library.
+        unsafe {
+            std::slice::from_raw_parts(self.lowest as *const u8, self.layout.bytes() as usize)
         }
     }
 }

@@ -178,7 +178,7 @@ impl View {
             .into());
         }
         owner.admit(py, &Consumer::own(&own))?;
-        let is_to_be_awaited = consumer.is_none() && source.is_of_host();
+        let is_to_be_awaited = consumer.is_none() && source.reader.is_none();
         // SAFETY: the view's range. The hold keeps it until the streams that it has recorded are
         // past the copy.
         let mut range = unsafe {

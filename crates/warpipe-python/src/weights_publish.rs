@@ -20,7 +20,7 @@ use crate::errors::{Fault, Outcome};
 use crate::in_place::{ZeroCopy, add_in_place};
 use crate::interpreter_exit::LibraryHeld;
 use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range, await_stream};
-use crate::source::{PlainTorch, Source, SourceLocation, SourceOwner, Wanted, in_words};
+use crate::source::{PlainTorch, Source, SourceOwner, Wanted, in_words};
 use crate::stream::Consumer;
 use crate::view::View;
 use crate::wait::{WaitLimit, waiting};
@@ -39,12 +39,8 @@ struct Found<'py> {
 impl Found<'_> {
     /// The address of its bytes, if they lie as the layout says; `None` without bytes.
     fn address(&self) -> Option<u64> {
-        match self.source.place {
-            SourceLocation::Host(address, _) | SourceLocation::Device(address, ..) => {
-                (self.source.layout.bytes() > 0).then_some(address)
-            }
-            _ => None,
-        }
+        let has_bytes = self.source.layout.bytes() > 0;
+        self.source.address().filter(|_| has_bytes)
     }
 }
 
@@ -257,7 +253,7 @@ impl<'py> Search<'_, 'py> {
             }
         };
         let source = find(wanted(self.row_major, lasting))?;
-        if let SourceLocation::Bytes(_) = source.place {
+        if let SourceOwner::Bytes(_) = source.owner {
             return Err(Fault::Own("NotATensorError", "it is bytes".into()).into());
         }
         if source.layout.is_dense() && source.layout.offset() == 0 {
@@ -283,7 +279,10 @@ impl<'py> Search<'_, 'py> {
         view.get().owner()?.settle(py, None)?;
         Ok(Some(Source {
             layout,
-            place: SourceLocation::Host(memory.lowest, SourceOwner::Memory(memory)),
+            lowest: memory.lowest,
+            rows: None,
+            reader: None,
+            owner: SourceOwner::Memory(memory),
         }))
     }
 
@@ -344,11 +343,8 @@ impl<'py> Search<'_, 'py> {
 
     /// The address of a tensor that the device can copy as it is.
     fn lies_whole(&self, tensor: &Found<'py>) -> Option<u64> {
-        match &tensor.source.place {
-            SourceLocation::Device(address, ..) => Some(*address),
-            SourceLocation::Host(address, _) if !is_cuda(self.device) => Some(*address),
-            _ => None,
-        }
+        let is_reached = tensor.source.reader.is_some() || !is_cuda(self.device);
+        tensor.source.address().filter(|_| is_reached)
     }
 
     /// Copies tensors to their places in the builder's memory, and waits until all are there: those
@@ -408,7 +404,7 @@ fn settle_readers<'a, 'py: 'a>(
 ) -> PyResult<()> {
     let mut settled: Vec<&Consumer> = Vec::new();
     for tensor in tensors {
-        if let SourceLocation::Device(_, reader, _) = &tensor.source.place
+        if let Some(reader) = &tensor.source.reader
             && !settled.iter().any(|one| one.is_same(reader))
         {
             let behind = reader.follow(py)?.clone();

@@ -111,11 +111,7 @@ impl Wanted<'_> {
             }
             _ => SourceOwner::Object(found.clone().unbind()),
         };
-        let source = match reader {
-            Some(reader) => self.of_device(&described, reader, owner),
-            None => self.of_host(&described, owner),
-        };
-        source.map(Some)
+        self.of_memory(&described, reader, owner).map(Some)
     }
 }
 
