@@ -94,7 +94,7 @@ impl FrameParts {
 }
 
 /// The names and values of an argument that is a mapping of one at least.
-pub fn items<'py, T: FromPyObjectOwned<'py, Error = PyErr>>(
+pub fn items<'py, T: FromPyObjectOwned<'py>>(
     argument: &str,
     mapping: &Bound<'py, PyMapping>,
 ) -> PyResult<Vec<(String, T)>> {
@@ -105,7 +105,7 @@ pub fn items<'py, T: FromPyObjectOwned<'py, Error = PyErr>>(
     let named = |pair: Bound<'py, PyAny>| {
         let (name, value) = pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
         match name.extract() {
-            Ok(name) => Ok((name, value.extract()?)),
+            Ok(name) => Ok((name, value.extract().map_err(Into::into)?)),
             Err(_) => {
                 let (name, class) = (name.repr()?, name.get_type().qualname()?);
                 let said = format!("the name {name} is a {class}; names of tensors are texts");
