@@ -1179,6 +1179,14 @@ warpipe_status warpipe_stream_copy(const warpipe_device *device,
                                    uint64_t from,
                                    uint64_t bytes);
 
+// The same tensor for consumers of DLPack before 1.0, as at::fromDLPack: they are not told of memory
+// that they may only read. The deleter of *legacy calls that of tensor, which is no more the
+// caller's.
+//
+// Requires: tensor is a valid tensor of DLPack that the caller owns, legacy the address of a pointer.
+warpipe_status warpipe_dlpack_to_legacy(struct DLManagedTensorVersioned *tensor,
+                                        struct DLManagedTensor **legacy);
+
 // Gives a sample to another framework: *tensor is read-only memory of the device, which the
 // framework's deleter releases behind the work of the stream that the sample was received with.
 // A consumer on another stream waits for the sample first (warpipe_sample_wait_on), and has that
@@ -1194,13 +1202,6 @@ warpipe_status warpipe_stream_copy(const warpipe_device *device,
 warpipe_status warpipe_sample_to_dlpack(warpipe_sample *sample,
                                         struct DLManagedTensorVersioned **tensor);
 
-// As warpipe_sample_to_dlpack, for consumers of DLPack before 1.0, as at::fromDLPack. They are
-// not told that they may only read.
-//
-// Requires: as for warpipe_sample_to_dlpack.
-warpipe_status warpipe_sample_to_dlpack_legacy(warpipe_sample *sample,
-                                               struct DLManagedTensor **tensor);
-
 // A view of a loan's memory for another framework to write. It keeps the memory mapped, and gives
 // no right to write it once the loan is sent, submitted or discarded. The loan stays the caller's.
 //
@@ -1210,12 +1211,6 @@ warpipe_status warpipe_sample_to_dlpack_legacy(warpipe_sample *sample,
 // Requires: tensor is the address of a pointer.
 warpipe_status warpipe_loan_to_dlpack(const warpipe_loan *loan,
                                       struct DLManagedTensorVersioned **tensor);
-
-// As warpipe_loan_to_dlpack, for consumers of DLPack before 1.0, as at::fromDLPack.
-//
-// Requires: as for warpipe_loan_to_dlpack.
-warpipe_status warpipe_loan_to_dlpack_legacy(const warpipe_loan *loan,
-                                             struct DLManagedTensor **tensor);
 
 // A view of memory for another framework, as a tensor of this layout. It keeps the memory open,
 // also when memory is closed; until its deleter is called, nothing frees the memory
@@ -1231,14 +1226,6 @@ warpipe_status warpipe_loan_to_dlpack_legacy(const warpipe_loan *loan,
 warpipe_status warpipe_memory_to_dlpack(const warpipe_memory *memory,
                                         const warpipe_layout *layout,
                                         struct DLManagedTensorVersioned **tensor);
-
-// As warpipe_memory_to_dlpack, for consumers of DLPack before 1.0, as at::fromDLPack. They are
-// not told of memory that they may only read.
-//
-// Requires: as for warpipe_memory_to_dlpack.
-warpipe_status warpipe_memory_to_dlpack_legacy(const warpipe_memory *memory,
-                                               const warpipe_layout *layout,
-                                               struct DLManagedTensor **tensor);
 
 // The row-major layout of another framework's tensor: the one to lend for a copy of it. The tensor
 // stays the caller's.

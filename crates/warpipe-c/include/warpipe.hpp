@@ -158,6 +158,13 @@ inline void check_version() {
 }
 
 namespace detail {
+// The same tensor for consumers of DLPack before 1.0.
+inline DLManagedTensor *legacy(DLManagedTensorVersioned *tensor) {
+  DLManagedTensor *same = nullptr;
+  check(warpipe_dlpack_to_legacy(tensor, &same));
+  return same;
+}
+
 // Elements that are copied as bytes.
 template <class T>
 constexpr bool is_plain = std::is_trivially_copyable_v<T> && !std::is_same_v<T, bool>;
@@ -591,12 +598,7 @@ public:
     forget();
     return tensor;
   }
-  DLManagedTensor *to_dlpack_legacy() {
-    DLManagedTensor *tensor = nullptr;
-    check(warpipe_sample_to_dlpack_legacy(get(), &tensor));
-    forget();
-    return tensor;
-  }
+  DLManagedTensor *to_dlpack_legacy() { return detail::legacy(to_dlpack()); }
 
 private:
   warpipe_sample_info info_{};
@@ -675,11 +677,7 @@ public:
     check(warpipe_loan_to_dlpack(get(), &tensor));
     return tensor;
   }
-  DLManagedTensor *to_dlpack_legacy() const {
-    DLManagedTensor *tensor = nullptr;
-    check(warpipe_loan_to_dlpack_legacy(get(), &tensor));
-    return tensor;
-  }
+  DLManagedTensor *to_dlpack_legacy() const { return detail::legacy(to_dlpack()); }
 
   // After a call that takes the loan when it succeeds.
   void used(warpipe_status status) {
@@ -1186,9 +1184,7 @@ public:
     return tensor;
   }
   DLManagedTensor *to_dlpack_legacy(const Layout &layout) const {
-    DLManagedTensor *tensor = nullptr;
-    check(warpipe_memory_to_dlpack_legacy(get(), layout.get(), &tensor));
-    return tensor;
+    return detail::legacy(to_dlpack(layout));
   }
   // Its end is ordered behind the stream's work.
   void used_on(void *stream) const { check(warpipe_memory_used_on(get(), stream)); }

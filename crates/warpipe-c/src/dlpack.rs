@@ -9,7 +9,7 @@ use warpipe::backend::{DevicePtr, Rows};
 use warpipe::{Layout, SlotHold, Stream};
 use warpipe_dlpack::{
     CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, DLManagedTensor, DLManagedTensorVersioned,
-    Exported, Imported, Refusal,
+    Exported, Imported, Refusal, to_legacy,
 };
 
 use crate::arguments::{out, out_object};
@@ -26,49 +26,39 @@ impl From<Refusal> for Failure {
     }
 }
 
-/// A structure of DLPack around a tensor.
-trait Managed: Sized {
-    fn of<Owner: Send + 'static>(exported: Exported<Owner>) -> NonNull<Self>;
-
-    /// # Safety
-    /// As for [`Imported::from_versioned`].
-    unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal>;
-}
-
-impl Managed for DLManagedTensorVersioned {
-    fn of<Owner: Send + 'static>(exported: Exported<Owner>) -> NonNull<Self> {
-        exported.into_versioned()
-    }
-
-    unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal> {
-        // SAFETY: the caller's promise.
-        unsafe { Imported::from_versioned(tensor) }
-    }
-}
-
-impl Managed for DLManagedTensor {
-    fn of<Owner: Send + 'static>(exported: Exported<Owner>) -> NonNull<Self> {
-        exported.into_legacy()
-    }
-
-    unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal> {
-        // SAFETY: the caller's promise.
-        unsafe { Imported::from_legacy(tensor) }
-    }
-}
-
 /// Gives a tensor to C.
 ///
 /// # Safety
 /// As for [`out_object`].
-unsafe fn give<M: Managed, Owner: Send + 'static>(
-    tensor: *mut *mut M,
+unsafe fn give<Owner: Send + 'static>(
+    tensor: *mut *mut DLManagedTensorVersioned,
     export: impl FnOnce() -> Result<Exported<Owner>>,
 ) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promise.
         let place = unsafe { out_object("tensor", tensor) }?;
-        place.put(M::of(export()?).as_ptr());
+        place.put(export()?.into_versioned().as_ptr());
+        Ok(())
+    })
+}
+
+/// The same tensor for consumers of DLPack before 1.0, as `at::fromDLPack`: they are not told of memory
+/// that they may only read. The deleter of `*legacy` calls that of `tensor`, which is no more the
+/// caller's.
+///
+/// # Safety
+/// `tensor` is a valid tensor of DLPack that the caller owns, `legacy` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_dlpack_to_legacy(
+    tensor: *mut DLManagedTensorVersioned,
+    legacy: *mut *mut DLManagedTensor,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("legacy", legacy) }?;
+        let tensor = NonNull::new(tensor).ok_or_else(|| Failure::null("tensor"))?;
+        // SAFETY: the caller's promise.
+        place.put(unsafe { to_legacy(tensor) }.as_ptr());
         Ok(())
     })
 }
@@ -90,20 +80,6 @@ unsafe fn give<M: Managed, Owner: Send + 'static>(
 pub unsafe extern "C" fn warpipe_sample_to_dlpack(
     sample: *mut warpipe_sample,
     tensor: *mut *mut DLManagedTensorVersioned,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { give(tensor, || export_sample(sample)) }
-}
-
-/// As `warpipe_sample_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`. They are
-/// not told that they may only read.
-///
-/// # Safety
-/// As for `warpipe_sample_to_dlpack`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_sample_to_dlpack_legacy(
-    sample: *mut warpipe_sample,
-    tensor: *mut *mut DLManagedTensor,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
     unsafe { give(tensor, || export_sample(sample)) }
@@ -131,19 +107,6 @@ fn export_sample(sample: *mut warpipe_sample) -> Result<Exported<OnDevice<Receiv
 pub unsafe extern "C" fn warpipe_loan_to_dlpack(
     loan: *const warpipe_loan,
     tensor: *mut *mut DLManagedTensorVersioned,
-) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { give(tensor, || export_loan(loan)) }
-}
-
-/// As `warpipe_loan_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`.
-///
-/// # Safety
-/// As for `warpipe_loan_to_dlpack`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_loan_to_dlpack_legacy(
-    loan: *const warpipe_loan,
-    tensor: *mut *mut DLManagedTensor,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
     unsafe { give(tensor, || export_loan(loan)) }
@@ -178,21 +141,6 @@ pub unsafe extern "C" fn warpipe_memory_to_dlpack(
     unsafe { give(tensor, || export_memory(memory, layout)) }
 }
 
-/// As `warpipe_memory_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`. They are
-/// not told of memory that they may only read.
-///
-/// # Safety
-/// As for `warpipe_memory_to_dlpack`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_memory_to_dlpack_legacy(
-    memory: *const warpipe_memory,
-    layout: *const warpipe_layout,
-    tensor: *mut *mut DLManagedTensor,
-) -> warpipe_status {
-    // SAFETY: the caller's promises.
-    unsafe { give(tensor, || export_memory(memory, layout)) }
-}
-
 /// # Safety
 /// As for [`layout_of`].
 unsafe fn export_memory(
@@ -215,14 +163,17 @@ unsafe fn export_memory(
     Ok(exported.read_only(info.is_read_only))
 }
 
+/// How a structure of DLPack is read.
+type Import<M> = unsafe fn(NonNull<M>) -> Result<Imported, Refusal>;
+
 /// A tensor of another framework: its structure, read and checked. The tensor stays the caller's.
 ///
 /// # Safety
 /// `tensor` is null or the address of a valid tensor of DLPack.
-unsafe fn read<M: Managed>(tensor: *const M) -> Result<Borrowed> {
+unsafe fn read<M>(tensor: *const M, import: Import<M>) -> Result<Borrowed> {
     let tensor = NonNull::new(tensor.cast_mut()).ok_or_else(|| Failure::null("tensor"))?;
     // SAFETY: the caller's promise.
-    Borrowed::of(unsafe { M::import(tensor) }?)
+    Borrowed::of(unsafe { import(tensor) }?)
 }
 
 /// The contents of a foreign tensor, which its owner keeps.
@@ -346,7 +297,7 @@ pub unsafe extern "C" fn warpipe_dlpack_get_layout(
     layout: *mut warpipe_layout,
 ) -> warpipe_status {
     // SAFETY: the caller's promises.
-    unsafe { get_layout(tensor, layout) }
+    unsafe { get_layout(tensor, Imported::from_versioned, layout) }
 }
 
 /// As `warpipe_dlpack_get_layout`, of a tensor of DLPack before 1.0.
@@ -359,15 +310,19 @@ pub unsafe extern "C" fn warpipe_dlpack_get_layout_legacy(
     layout: *mut warpipe_layout,
 ) -> warpipe_status {
     // SAFETY: the caller's promises.
-    unsafe { get_layout(tensor, layout) }
+    unsafe { get_layout(tensor, Imported::from_legacy, layout) }
 }
 
 /// # Safety
 /// As for [`warpipe_dlpack_get_layout`].
-unsafe fn get_layout<M: Managed>(tensor: *const M, layout: *mut warpipe_layout) -> warpipe_status {
+unsafe fn get_layout<M>(
+    tensor: *const M,
+    import: Import<M>,
+    layout: *mut warpipe_layout,
+) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promises.
-        let (place, tensor) = unsafe { (out("layout", layout)?, read(tensor)?) };
+        let (place, tensor) = unsafe { (out("layout", layout)?, read(tensor, import)?) };
         place.put(warpipe_layout::of(&tensor.packed));
         Ok(())
     })
@@ -390,7 +345,7 @@ pub unsafe extern "C" fn warpipe_loan_write_dlpack(
     tensor: *const DLManagedTensorVersioned,
 ) -> warpipe_status {
     // SAFETY: the caller's promises.
-    unsafe { write_loan(loan, stream, tensor) }
+    unsafe { write_loan(loan, stream, tensor, Imported::from_versioned) }
 }
 
 /// As `warpipe_loan_write_dlpack`, of a tensor of DLPack before 1.0.
@@ -404,19 +359,20 @@ pub unsafe extern "C" fn warpipe_loan_write_dlpack_legacy(
     tensor: *const DLManagedTensor,
 ) -> warpipe_status {
     // SAFETY: the caller's promises.
-    unsafe { write_loan(loan, stream, tensor) }
+    unsafe { write_loan(loan, stream, tensor, Imported::from_legacy) }
 }
 
 /// # Safety
 /// As for [`warpipe_loan_write_dlpack`].
-unsafe fn write_loan<M: Managed>(
+unsafe fn write_loan<M>(
     loan: *mut warpipe_loan,
     stream: *mut c_void,
     tensor: *const M,
+    import: Import<M>,
 ) -> warpipe_status {
     call(loan, |lent| {
         // SAFETY: the caller's promise.
-        let tensor = unsafe { read(tensor) }?;
+        let tensor = unsafe { read(tensor, import) }?;
         let (found, wanted) = (&tensor.packed, lent.layout());
         if found != wanted {
             let allowed = format!("{wanted:?}, the loan's layout");

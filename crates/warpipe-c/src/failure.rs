@@ -239,26 +239,11 @@ fn last_error<R>(work: impl FnOnce(&LastError) -> R) -> Option<R> {
 /// A static string.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_status_name(status: u32) -> *const c_char {
-    let name = match status {
-        0 => c"ok",
-        1 => c"device_unavailable",
-        2 => c"device_failed",
-        3 => c"system",
-        4 => c"limit_reached",
-        5 => c"not_found",
-        6 => c"name_conflict",
-        7 => c"refused",
-        8 => c"protocol",
-        9 => c"peer_gone",
-        10 => c"link_closed",
-        11 => c"data_lost",
-        12 => c"timeout",
-        13 => c"job_failed",
-        14 => c"invalid_input",
-        15 => c"invalid_state",
-        16 => c"invalid_object",
-        17 => c"internal",
-        _ => c"unknown",
-    };
-    name.as_ptr()
+    // Each ends as texts in C do.
+    let names = "ok\0device_unavailable\0device_failed\0system\0limit_reached\0not_found\0\
+        name_conflict\0refused\0protocol\0peer_gone\0link_closed\0data_lost\0timeout\0\
+        job_failed\0invalid_input\0invalid_state\0invalid_object\0internal\0";
+    let mut known = names.split_terminator('\0');
+    let name = known.nth(status as usize).unwrap_or("unknown\0");
+    name.as_ptr().cast()
 }

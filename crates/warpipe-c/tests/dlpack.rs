@@ -186,7 +186,8 @@ fn memory_stays_open_for_a_tensor_and_is_not_freed_under_it() {
     let mut layout: warpipe_layout = get!(warpipe_layout_contiguous(dtype, [2u64].as_ptr(), 1));
     layout.offset = 8;
     let tensor: *mut DLManagedTensorVersioned = get!(warpipe_memory_to_dlpack(memory, &layout));
-    let legacy: *mut DLManagedTensor = get!(warpipe_memory_to_dlpack_legacy(memory, &layout));
+    let second: *mut DLManagedTensorVersioned = get!(warpipe_memory_to_dlpack(memory, &layout));
+    let legacy: *mut DLManagedTensor = get!(warpipe_dlpack_to_legacy(second));
     // SAFETY: a live tensor, deleted here only.
     unsafe { (*legacy).deleter.expect("a deleter")(legacy) };
     fails!(

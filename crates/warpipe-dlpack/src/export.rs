@@ -1,7 +1,6 @@
 //! Memory of this process as a tensor for consumers of DLPack. **This module is marked for
 //! unsafe**: it hands out structures by their address, and frees them again.
 
-use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut, with_exposed_provenance_mut};
 
 use warpipe::{Layout, RANK_MAX};
@@ -33,8 +32,8 @@ pub struct Exported<Owner> {
 }
 
 /// One allocation for everything that a tensor names, freed by its deleter.
-struct Allocation<Managed, Owner> {
-    managed: Managed,
+struct Allocation<Owner> {
+    managed: DLManagedTensorVersioned,
     shape: [i64; RANK_MAX],
     strides: [i64; RANK_MAX],
     _owner: Owner,
@@ -108,33 +107,9 @@ impl<Owner: Send + 'static> Exported<Owner> {
     /// The structure of DLPack 1.x ([`VERSION`]). The consumer calls its deleter once, on any
     /// thread; without that call the owner is never dropped.
     pub fn into_versioned(self) -> NonNull<DLManagedTensorVersioned> {
-        let flags = self.flags;
-        self.allocate(|manager_ctx, dl_tensor| DLManagedTensorVersioned {
-            version: VERSION,
-            manager_ctx,
-            deleter: Some(delete_versioned::<Owner>),
-            flags,
-            dl_tensor,
-        })
-    }
-
-    /// The structure for consumers older than DLPack 1.0. It has no flags; otherwise as
-    /// [`into_versioned`](Self::into_versioned).
-    pub fn into_legacy(self) -> NonNull<DLManagedTensor> {
-        self.allocate(|manager_ctx, dl_tensor| DLManagedTensor {
-            dl_tensor,
-            manager_ctx,
-            deleter: Some(delete_legacy::<Owner>),
-        })
-    }
-
-    fn allocate<Managed>(
-        self,
-        managed: impl FnOnce(*mut c_void, DLTensor) -> Managed,
-    ) -> NonNull<Managed> {
-        let allocation = Box::<Allocation<Managed, Owner>>::new_uninit();
+        let allocation = Box::<Allocation<Owner>>::new_uninit();
         // From here on by its address alone: a `Box` that is moved ends the pointers into it.
-        let allocation = Box::into_raw(allocation).cast::<Allocation<Managed, Owner>>();
+        let allocation = Box::into_raw(allocation).cast::<Allocation<Owner>>();
         // SAFETY: made above, large enough, and known here alone; nothing is read before it is
         // written.
         unsafe {
@@ -151,7 +126,13 @@ impl<Owner: Send + 'static> Exported<Owner> {
                 byte_offset: 0,
             };
             allocation.write(Allocation {
-                managed: managed(allocation.cast(), dl_tensor),
+                managed: DLManagedTensorVersioned {
+                    version: VERSION,
+                    manager_ctx: allocation.cast(),
+                    deleter: Some(delete::<Owner>),
+                    flags: self.flags,
+                    dl_tensor,
+                },
                 shape: self.shape,
                 strides: self.strides,
                 _owner: self.owner,
@@ -159,25 +140,49 @@ impl<Owner: Send + 'static> Exported<Owner> {
             NonNull::new_unchecked(&raw mut (*allocation).managed)
         }
     }
+
+    /// The structure for consumers older than DLPack 1.0. It has no flags; otherwise as
+    /// [`into_versioned`](Self::into_versioned).
+    pub fn into_legacy(self) -> NonNull<DLManagedTensor> {
+        // SAFETY: made here.
+        unsafe { to_legacy(self.into_versioned()) }
+    }
+}
+
+/// The same tensor for a consumer older than DLPack 1.0, who is not told its flags. Its deleter
+/// calls that of `tensor`.
+///
+/// # Safety
+/// `tensor` is a structure of DLPack 1.x that the caller owns, and from now on this one does.
+pub unsafe fn to_legacy(tensor: NonNull<DLManagedTensorVersioned>) -> NonNull<DLManagedTensor> {
+    // SAFETY: the caller's promise.
+    let dl_tensor = unsafe { (*tensor.as_ptr()).dl_tensor };
+    NonNull::from(Box::leak(Box::new(DLManagedTensor {
+        dl_tensor,
+        manager_ctx: tensor.as_ptr().cast(),
+        deleter: Some(delete_legacy),
+    })))
 }
 
 /// # Safety
 /// `tensor` is of [`Exported::into_versioned`] with the same owner, and not deleted yet.
-unsafe extern "C" fn delete_versioned<Owner>(tensor: *mut DLManagedTensorVersioned) {
+unsafe extern "C" fn delete<Owner>(tensor: *mut DLManagedTensorVersioned) {
     // SAFETY: the caller's promise: `manager_ctx` is the allocation, which ends here.
     unsafe {
-        let allocation: *mut Allocation<DLManagedTensorVersioned, Owner> =
-            (*tensor).manager_ctx.cast();
-        drop(Box::from_raw(allocation));
-    }
+        drop(Box::from_raw(
+            (*tensor).manager_ctx.cast::<Allocation<Owner>>(),
+        ))
+    };
 }
 
 /// # Safety
-/// `tensor` is of [`Exported::into_legacy`] with the same owner, and not deleted yet.
-unsafe extern "C" fn delete_legacy<Owner>(tensor: *mut DLManagedTensor) {
-    // SAFETY: as above.
+/// `tensor` is of [`to_legacy`], and not deleted yet.
+unsafe extern "C" fn delete_legacy(tensor: *mut DLManagedTensor) {
+    // SAFETY: the caller's promise: `manager_ctx` is the tensor inside, whose deleter was not called.
     unsafe {
-        let allocation: *mut Allocation<DLManagedTensor, Owner> = (*tensor).manager_ctx.cast();
-        drop(Box::from_raw(allocation));
+        let inside: *mut DLManagedTensorVersioned = Box::from_raw(tensor).manager_ctx.cast();
+        if let Some(deleter) = (*inside).deleter {
+            deleter(inside);
+        }
     }
 }

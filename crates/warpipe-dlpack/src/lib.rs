@@ -41,6 +41,6 @@ pub use abi::{
     CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDataType, DLDevice, DLManagedTensor,
     DLManagedTensorVersioned, DLPackVersion, DLTensor, FLAG_IS_COPIED, FLAG_READ_ONLY, VERSION,
 };
-pub use export::Exported;
+pub use export::{Exported, to_legacy};
 pub use import::{Imported, row_major};
 pub use refusal::Refusal;
