@@ -272,7 +272,7 @@ impl Tensor {
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     fn torch<'py>(slf: &Bound<'py, Tensor>) -> PyResult<Bound<'py, PyAny>> {
-        torch::tensor(slf.as_any(), &slf.get().owner.memory()?)
+        torch::tensor(slf.py(), &slf.get().owner.memory()?)
     }
 
     /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream;

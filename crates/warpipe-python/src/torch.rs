@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use pyo3::prelude::*;
 
+use crate::array;
 use crate::device::is_cuda;
 use crate::dlpack;
 use crate::memory::Memory;
@@ -23,6 +24,8 @@ pub struct Torch {
     raw_stream: Option<Py<PyAny>>,
     /// Makes a tensor of a bare capsule.
     of_capsule: Py<PyAny>,
+    /// Whether `torch.from_dlpack` asks for capsules that have a version. Known once it has asked.
+    versioned: OnceLock<bool>,
     /// The process in which CUDA is initialised in PyTorch. Only a fork ends that.
     started: OnceLock<Home>,
 }
@@ -62,6 +65,7 @@ impl Torch {
             cuda: cuda.map(Bound::unbind),
             raw_stream: raw_stream.map(Bound::unbind),
             of_capsule: of_capsule.unbind(),
+            versioned: OnceLock::new(),
             started: OnceLock::new(),
         });
         // Not while another thread is in the middle of importing it. The old value is dropped
@@ -130,9 +134,31 @@ impl Torch {
         Ok(identity.extract::<i64>()? != stream as i64)
     }
 
+    /// As `torch.from_dlpack`, on an object that records the requests.
+    fn ask<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
+        let asked = Bound::new(
+            py,
+            Asked {
+                memory: memory.clone(),
+                versioned: OnceLock::new(),
+            },
+        )?;
+        let tensor = self
+            .module
+            .bind(py)
+            .call_method1("from_dlpack", (&asked,))?;
+        if let Some(&versioned) = asked.get().versioned.get() {
+            let _ = self.versioned.set(versioned);
+        }
+        Ok(tensor)
+    }
+
     /// As `torch.from_dlpack`, in fewer steps. `None` where `torch.from_dlpack` itself has to be
     /// called.
     fn import<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(&versioned) = self.versioned.get() else {
+            return Ok(None);
+        };
         let stay = if is_cuda(&memory.device) {
             let Some(raw) = self.current_stream(py, memory.device.info().ordinal)? else {
                 return Ok(None);
@@ -142,22 +168,50 @@ impl Torch {
             memory.settle(py)?;
             None
         };
-        let capsule = dlpack::export(py, memory, stay, true, false)?;
-        // A refusal is reported by the public function, which may also accept a capsule if this one has
-        // changed, or PyTorch knows those without a version alone.
+        let capsule = dlpack::export(py, memory, stay, versioned, false)?;
+        // A refusal is reported by the public function, which may also accept the capsule if this
+        // one has changed.
         Ok(self.of_capsule.bind(py).call1((capsule,)).ok())
     }
 }
 
-/// A tensor in place, on PyTorch's current stream, of memory that `owner` gives out.
-pub fn tensor<'py>(owner: &Bound<'py, PyAny>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
-    let py = owner.py();
+/// A tensor in place, on PyTorch's current stream.
+pub fn tensor<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
     let torch = match found(py)? {
         Some(torch) => torch,
         None => Torch::of(py.import("torch")?.as_any())?,
     };
     match torch.import(py, memory)? {
         Some(tensor) => Ok(tensor),
-        None => torch.module.bind(py).call_method1("from_dlpack", (owner,)),
+        None => torch.ask(py, memory),
+    }
+}
+
+/// Memory of this package that records which capsules are requested.
+#[pyclass(frozen, module = "warpipe")]
+#[derive(Debug)]
+struct Asked {
+    memory: Memory,
+    versioned: OnceLock<bool>,
+}
+
+#[pymethods]
+impl Asked {
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        let _ = self.versioned.set(dlpack::is_versioned(max_version));
+        let memory = &self.memory;
+        array::dlpack(py, memory, stream.as_ref(), max_version, dl_device, copy)
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        dlpack::device_of(&self.memory.device)
     }
 }
