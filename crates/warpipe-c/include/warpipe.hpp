@@ -226,6 +226,13 @@ public:
 
   // For functions of warpipe.h.
   T *get() const noexcept { return object_; }
+  // The same, for those that take null for a default: an empty object is none.
+  T *opened() const {
+    if (object_ == nullptr)
+      throw Error(WARPIPE_INVALID_OBJECT,
+                  std::string("an empty object was passed; pass one that was not moved from, closed or sent"));
+    return object_;
+  }
   // Gives the object up, to be closed by the caller.
   T *release_handle() noexcept { return std::exchange(object_, nullptr); }
   explicit operator bool() const noexcept { return object_ != nullptr; }
@@ -319,13 +326,13 @@ public:
   explicit Stream(const Device &&device) = delete; // it ends before the stream
   Stream(Stream &&other) noexcept
       : device_(other.device_), stream_(std::exchange(other.stream_, nullptr)) {}
-  Stream &operator=(Stream &&other) noexcept {
+  // By value: the stream that this was ends here, and not with `other`.
+  Stream &operator=(Stream other) noexcept {
     std::swap(device_, other.device_);
     std::swap(stream_, other.stream_);
     return *this;
   }
   Stream(const Stream &) = delete;
-  Stream &operator=(const Stream &) = delete;
   ~Stream() {
     if (stream_ != nullptr)
       static_cast<void>(warpipe_stream_destroy(device_, stream_));
@@ -979,13 +986,14 @@ public:
     answered(warpipe_lease_complete(get(), nullptr, stream, nanoseconds(timeout)));
   }
   void complete(Loan &&output, void *stream, Duration timeout = usual_timeout) {
-    if (!output)
-      output.discard(stream); // throws: an empty loan is no answer without a result
+    warpipe_loan *const filled = output.opened(); // an empty one is no answer without a result
     // Whatever the result: work that is enqueued there reads the input.
     input_.behind = stream;
-    output.used(warpipe_lease_complete(get(), output.get(), stream, nanoseconds(timeout)));
+    output.used(warpipe_lease_complete(get(), filled, stream, nanoseconds(timeout)));
     answered(WARPIPE_OK);
   }
+  // Without an answer, as the destructor does.
+  void close() { answered(warpipe_close(get())); }
   // The attempt failed: the job is tried again, as often as the queue allows.
   void fail(const std::string &reason, Duration timeout = usual_timeout) {
     answered(warpipe_lease_fail(get(), reason.c_str(), nanoseconds(timeout)));
@@ -1013,7 +1021,8 @@ private:
     Input() = default;
     explicit Input(Sample received) noexcept : sample(std::move(received)) {}
     Input(Input &&other) = default;
-    Input &operator=(Input &&other) noexcept {
+    // By value: the input that this was ends here, and not with `other`.
+    Input &operator=(Input other) noexcept {
       std::swap(sample, other.sample);
       std::swap(behind, other.behind);
       return *this;
@@ -1132,19 +1141,19 @@ public:
 
   static Memory allocate(const Device &device, std::uint64_t bytes) {
     warpipe_memory *memory = nullptr;
-    check(warpipe_memory_allocate(device.get(), bytes, &memory));
+    check(warpipe_memory_allocate(device.opened(), bytes, &memory));
     return Memory(memory);
   }
   // What a ticket of another process names.
   static Memory open(const std::string &ticket, const Device &device, Duration timeout) {
     warpipe_memory *memory = nullptr;
-    check(warpipe_ticket_open(ticket.c_str(), device.get(), nanoseconds(timeout), &memory));
+    check(warpipe_ticket_open(ticket.c_str(), device.opened(), nanoseconds(timeout), &memory));
     return Memory(memory);
   }
   // What a CUDA IPC handle of warpipe_legacy_export names.
   static Memory open_legacy(const std::string &handle, const Device &device) {
     warpipe_memory *memory = nullptr;
-    check(warpipe_legacy_open(handle.c_str(), device.get(), &memory));
+    check(warpipe_legacy_open(handle.c_str(), device.opened(), &memory));
     return Memory(memory);
   }
 
@@ -1215,7 +1224,8 @@ template <class Owner>
 Loan Publisher::loan_in(const Published &memory, std::uint64_t offset, const Layout &layout,
                         Owner owner) const {
   warpipe_loan *loan = nullptr;
-  check(warpipe_publisher_loan_in(get(), memory.get(), offset, layout.get(), detail::destroy<Owner>,
+  const warpipe_published *const lent = memory.opened(); // before `new`
+  check(warpipe_publisher_loan_in(get(), lent, offset, layout.get(), detail::destroy<Owner>,
                                   new Owner(std::move(owner)), &loan));
   return Loan(loan);
 }
@@ -1223,7 +1233,8 @@ Loan Publisher::loan_in(const Published &memory, std::uint64_t offset, const Lay
 template <class Owner>
 void Loan::add_part_in(const std::string &name, const Published &memory, std::uint64_t offset,
                        const Layout &layout, Owner owner) {
-  check(warpipe_loan_add_part(get(), name.c_str(), memory.get(), offset, layout.get(),
+  const warpipe_published *const lent = memory.opened(); // before `new`
+  check(warpipe_loan_add_part(get(), name.c_str(), lent, offset, layout.get(),
                               detail::destroy<Owner>, new Owner(std::move(owner))));
 }
 
@@ -1265,7 +1276,7 @@ class AllocationServer : public Object<warpipe_allocation_server> {
 public:
   AllocationServer(const std::string &name, const Device &device) {
     CreateOptions options;
-    options.device = device.get();
+    options.device = device.opened();
     check(warpipe_allocation_server_create(name.c_str(), &options, place()));
   }
 
@@ -1338,7 +1349,7 @@ public:
   explicit Event(const CreateOptions &options = {}) { check(warpipe_event_create(&options, place())); }
   static Event open(const std::string &handle, const Device &device) {
     OpenOptions options;
-    options.device = device.get();
+    options.device = device.opened();
     warpipe_event *event = nullptr;
     check(warpipe_event_open(handle.c_str(), &options, &event));
     return Event(event);

@@ -169,6 +169,51 @@ void a_lease_shows_no_input_that_has_gone_and_takes_no_empty_loan(const warpipe:
   CHECK(job.wait(stream, kLimit).to_vector<std::uint8_t>(kLimit)[0] == '5');
 }
 
+// A worker that goes on has no job's memory of before.
+void a_lease_that_is_empty_has_no_input(const warpipe::Device &device, void *stream) {
+  warpipe::QueueOptions owning;
+  owning.device = device.get();
+  warpipe::WorkerOptions working;
+  working.device = device.get();
+  const warpipe::Queue queue("cpp/input", owning);
+  warpipe::Worker worker("cpp/input", working);
+  for (int job = 0; job < 2; job++) {
+    warpipe::Loan input = queue.loan(Layout::contiguous<std::uint8_t>({4}));
+    input.write(stream, "1234", 4);
+    queue.submit(input, stream);
+  }
+  warpipe::Lease lease = worker.lease(stream, kLimit), next = worker.lease(stream, kLimit);
+  lease = std::move(next);
+  CHECK(!next && next.data() == nullptr); // NOLINT: after the move
+  CHECK(lease.to_vector<std::uint8_t>(kLimit)[0] == '1');
+  lease.close();
+  CHECK(!lease && lease.data() == nullptr);
+  CHECK(status_of([&] { lease.close(); }) == WARPIPE_OK);
+}
+
+// Null stands for a default in warpipe.h; an object that has gone stands for nothing.
+void an_empty_object_is_no_default(const warpipe::Device &device) {
+  Channel channel(device, "cpp/gone");
+  const Layout layout = Layout::contiguous<std::uint8_t>({4});
+  warpipe::Device host("host");
+  warpipe::Published published(warpipe::Memory::allocate(device, 64), "cpp/published");
+  { // both are empty from here on
+    const warpipe::Device other = std::move(host);
+    const warpipe::Published own = std::move(published);
+  }
+  warpipe::Loan parts = channel.publisher.loan_parts({{"a", layout}});
+  const auto kept = std::make_shared<int>(0);
+  const auto refuses = [](auto call) { return status_of(call) == WARPIPE_INVALID_OBJECT; };
+  CHECK(refuses([&] { channel.publisher.loan_in(published, 0, layout, kept); }));
+  CHECK(refuses([&] { parts.add_part_in("b", published, 0, layout, kept); }));
+  CHECK(kept.use_count() == 1);
+  CHECK(refuses([&] { warpipe::Memory::allocate(host, 64); }));
+  CHECK(refuses([&] { warpipe::Memory::open("", host, kLimit); }));
+  CHECK(refuses([&] { warpipe::Memory::open_legacy("", host); }));
+  CHECK(refuses([&] { warpipe::AllocationServer("cpp/server", host); }));
+  CHECK(refuses([&] { warpipe::Event::open("", host); }));
+}
+
 // Every sample's slot returns, however a loop ends.
 void a_loop_that_is_left_keeps_no_sample(const warpipe::Device &device, void *stream) {
   Channel channel(device, "cpp/loop");
@@ -212,7 +257,7 @@ void streams_are_assigned(const warpipe::Device &device) {
   warpipe::Stream first(device), second(device);
   void *const raw = second.get();
   first = std::move(second);
-  CHECK(first.get() == raw);
+  CHECK(first.get() == raw && second.get() == nullptr); // NOLINT: after the move
   first = warpipe::Stream(device);
   std::swap(first, second);
   first.synchronize(kLimit);
@@ -230,6 +275,8 @@ int main() {
   an_empty_object_shows_no_memory(device, stream);
   elements_are_not_taken_for_other_numbers(device, stream);
   a_lease_shows_no_input_that_has_gone_and_takes_no_empty_loan(device, stream);
+  a_lease_that_is_empty_has_no_input(device, stream);
+  an_empty_object_is_no_default(device);
   a_loop_that_is_left_keeps_no_sample(device, stream);
   an_error_is_that_of_the_call();
   streams_are_assigned(device);
