@@ -932,17 +932,17 @@ warpipe_status warpipe_allocation_server_create(const char *name,
 // descriptors as PyTorch's expandable segments are, comes as such, of all allocations in the
 // range; it stays valid when this process dies. Memory of cudaMalloc comes as a legacy handle.
 //
-// release may be null. It is called once with context, on a thread of this library, when the
-// receiver has released the memory and its device is past it, when the receiver is proven dead,
-// when the share is withdrawn, or when the server is closed; and before the return of a call that
-// fails.
+// release may be null. It is called once with context, on a thread of this library or in a
+// later call of this function, when the receiver has released the memory and its device is past
+// it, also after the server was closed; when the receiver is proven dead; of a share that is not
+// open, when it is withdrawn, or the server closed; and before the return of a call that fails.
 //
 // WARPIPE_INVALID_INPUT for memory that cannot be exported, 0 bytes, a stream of another device,
 // or beyond 65,535 shares; WARPIPE_INVALID_STATE for a stream that is being captured;
 // WARPIPE_DEVICE_FAILED.
 //
-// Requires: The memory stays allocated until release is called, or the server is closed; any thread may
-// call release. stream is a stream of the server's device, number the address of a number.
+// Requires: The memory stays allocated until release is called; any thread may call that. stream is a
+// stream of the server's device, number the address of a number.
 warpipe_status warpipe_allocation_server_share(const warpipe_allocation_server *server,
                                                void *stream,
                                                uint64_t data,

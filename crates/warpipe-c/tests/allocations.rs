@@ -109,9 +109,14 @@ fn a_share_is_opened_once_and_its_owner_is_told_when_it_is_closed() {
     );
     until_released(3);
 
-    let left: u64 = share(0, BYTES);
+    let (left, used): (u64, u64) = (share(0, BYTES), share(512, BYTES));
+    let opened = get!(warpipe_allocation_client_open_share(client, used, LONG));
     ok!(warpipe_close(server));
     until_released(4);
+    ok!(warpipe_memory_copy_to(opened, 0, buffer, 5, LONG));
+    assert_eq!(RELEASED.load(Ordering::SeqCst), 4, "it is open");
+    ok!(warpipe_close(opened));
+    until_released(5);
     fails!(
         WARPIPE_PEER_GONE,
         warpipe_allocation_client_open_share(client, left, LONG, &mut again)

@@ -84,8 +84,9 @@ impl AllocationServer {
     /// contents are complete behind the work of `stream` so far.
     ///
     /// `owner` is dropped, on a thread of this library or in a later call of this function, when the
-    /// receiver has released the memory and its device is past it, when the receiver is proven dead,
-    /// when the share is [withdrawn](Self::withdraw), or with the server.
+    /// receiver has released the memory and its device is past it, also after the server's end; when
+    /// the receiver is proven dead; of a share that is not open, when it is
+    /// [withdrawn](Self::withdraw), or with the server.
     ///
     /// The memory may be of `cudaMalloc` (the receiver gets a legacy handle) or of the virtual
     /// memory functions (`cuMemMap`; the receiver gets descriptors, if the allocations were made
