@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyIterator, PyMapping, PyTuple};
+use pyo3::types::{PyIterator, PyMapping, PyString, PyTuple};
 use warpipe::{Layout, Stream};
 
 use crate::errors::{Fault, Outcome};
@@ -106,6 +106,7 @@ pub fn items<'py, T: FromPyObjectOwned<'py>>(
         let (name, value) = pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
         match name.extract() {
             Ok(name) => Ok((name, value.extract().map_err(Into::into)?)),
+            Err(error) if name.is_instance_of::<PyString>() => Err(error),
             Err(_) => {
                 let (name, class) = (name.repr()?, name.get_type().qualname()?);
                 let said = format!("the name {name} is a {class}; names of tensors are texts");

@@ -47,6 +47,8 @@ def test_a_refused_name_or_tensor_of_several_is_named(link):
     publisher, _ = link
     with pytest.raises(TypeError, match="the name 1 is a int; names of tensors are texts"):
         publisher.send({1: np.ones(2)})
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        publisher.send({"\ud800": np.ones(2)})
     with pytest.raises(warpipe.NotATensorError) as refused:
         publisher.send({"image": np.ones(2), "depth": [1, 2]})
     assert refused.value.__notes__ == ['while processing the tensor "depth"']
