@@ -17,7 +17,7 @@ use crate::exclusive::Exclusive;
 use crate::job::{self, Watch};
 use crate::job_endpoint::{JobEndpoint, Submitted};
 use crate::stream::imported;
-use crate::wait::{Limit, in_slices, late, waiting};
+use crate::wait::{Limit, SLICE, in_slices, late, waiting};
 
 /// An outcome that Python has not been given yet.
 #[derive(Debug)]
@@ -130,8 +130,9 @@ impl Future {
                 _ => Ok(()),
             };
             waiting(py, timeout.0, || Ok(()), done)?;
+            // It is done, and another thread that takes it now is soon over: no limit is too short.
             let left = timeout.0;
-            let left = left.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            let left = left.map(|timeout| timeout.saturating_sub(start.elapsed()).max(SLICE));
             match in_slices(py, left, |slice| self.take(slice))? {
                 Some(Ok(())) => {}
                 Some(Err(fault)) => return Ok(Err(fault)),

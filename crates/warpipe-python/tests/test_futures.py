@@ -343,6 +343,27 @@ def test_loops_of_several_threads_await_one_outcome(pair):
     assert results == [handle.result()] * 4
 
 
+def test_what_is_done_gives_its_outcome_to_each_thread_without_a_wait(pair):
+    queue, worker = pair
+    results = []
+
+    def take(handle, begin):
+        begin.wait(LIMIT_SECONDS)
+        results.append(handle.result(0))
+
+    for round in range(1, 301):
+        handle, begin = queue.submit(b"x"), threading.Barrier(4)
+        worker.lease().complete(np.arange(3))
+        until(handle.done, "the outcome")
+        threads = [threading.Thread(target=take, args=(handle, begin)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_SECONDS)
+        assert results == [handle.result()] * 4, f"round {round}"
+        results.clear()
+
+
 def test_each_waiter_of_a_job_that_a_shutdown_cancels_is_told_so(open_queue):
     for _ in range(10):
         queue, told = open_queue(), []
