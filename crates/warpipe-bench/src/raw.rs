@@ -175,7 +175,7 @@ impl Words {
         let word = self.word(index);
         if self.device.info().id.kind == DeviceKind::Host {
             ensure!(
-                word.wait(value, PATIENCE),
+                word.wait(value, PATIENCE, true),
                 "word {index} does not reach {value}"
             );
             return Ok(());

@@ -90,6 +90,10 @@ impl Device {
         self.backend.info()
     }
 
+    pub(crate) fn is_gpu(&self) -> bool {
+        self.info().id.kind != DeviceKind::Host
+    }
+
     /// The backend that drives this device: the calls behind this library, most of them unsafe. For
     /// this workspace's tools alone: it may change in any version.
     #[doc(hidden)]

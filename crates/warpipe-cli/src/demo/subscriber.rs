@@ -171,7 +171,7 @@ impl Subscribing {
     /// Counts the items that the device has checked; each check is waited for so long.
     fn conclude(&mut self, limit: Duration) -> anyhow::Result<()> {
         while let Some(check) = self.checks.front() {
-            if !self.page.word(DONE).wait(check.turn, limit) {
+            if !self.page.word(DONE).wait(check.turn, limit, true) {
                 break;
             }
             let at_ns = clock::now_ns();

@@ -235,7 +235,7 @@ fn hold_and_release(
         // SAFETY: the stream is live; the caller keeps the page until both streams are idle.
         unsafe { backend.batch(held.raw(), &[wait, signal(done)]) }?;
         ensure!(
-            !page.word(1).wait(value, MUST_WAIT),
+            !page.word(1).wait(value, MUST_WAIT, true),
             "a stream did not wait for its word"
         );
         if value == 1 {
@@ -245,7 +245,7 @@ fn hold_and_release(
             unsafe { backend.batch(free.raw(), &[signal(gate)]) }?;
         }
         ensure!(
-            page.word(1).wait(value, PATIENCE),
+            page.word(1).wait(value, PATIENCE, true),
             "a stream did not go on when its word was written"
         );
     }

@@ -22,6 +22,9 @@ pub struct TimelineWord {
 
 const _: () = assert!(size_of::<TimelineWord>() == 16);
 
+/// A thread that stores a word wakes those that sleep on it, unless it dies in between.
+const PARK_MAX: Duration = Duration::from_millis(100);
+
 /// Attempts to raise a word while a peer may write any value there.
 const ATTEMPTS: u32 = 64;
 
@@ -83,16 +86,17 @@ impl TimelineWord {
         }
     }
 
-    /// Waits on the CPU until the value is at or above `value`; false once `limit` has passed.
-    pub fn wait(&self, value: u64, limit: Duration) -> bool {
+    /// Waits on the CPU until the value is at or above `value`; false once `limit` has passed. A word
+    /// that a GPU stores is polled, as that ends no sleep.
+    pub fn wait(&self, value: u64, limit: Duration, is_of_gpu: bool) -> bool {
         let (start, mut backoff) = (Instant::now(), Backoff::default());
         while !self.reached(value) {
             let left = limit.saturating_sub(start.elapsed());
             match backoff.step() {
                 _ if left.is_zero() => return false,
                 Duration::ZERO => std::hint::spin_loop(),
-                // A device's store ends no sleep, a thread's does.
-                pause => self.park(value, pause.min(left)),
+                pause if is_of_gpu => self.park(value, pause.min(left)),
+                _ => self.park(value, left.min(PARK_MAX)),
             }
         }
         true

@@ -180,7 +180,7 @@ impl PoolAllocator {
             return Ok(());
         };
         let word = self.memory.fence_words.word(slot as usize);
-        if word.wait(value, CLEAR_TIMEOUT) {
+        if word.wait(value, CLEAR_TIMEOUT, self.device.is_gpu()) {
             return Ok(());
         }
         self.release(slot);

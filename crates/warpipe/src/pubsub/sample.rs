@@ -84,7 +84,7 @@ impl Receipt {
     /// Waits on the CPU until the data may be complete, or never will be, at most `limit`.
     pub(crate) fn wait_word(&self, limit: Duration) {
         let word = &self.link.segment.entry(self.position).ready;
-        word.wait(self.position, limit);
+        word.wait(self.position, limit, self.link.terms.device.is_gpu());
     }
 
     pub(crate) fn duplicate(&self) -> Receipt {

@@ -192,7 +192,7 @@ impl SharedCounter {
 
     /// Waits on the CPU, at most `limit`. The caller then queries the [`WaitStatus`].
     pub(crate) fn wait_host(&self, value: u64, limit: Duration) -> bool {
-        self.words().word.wait(value, limit)
+        self.words().word.wait(value, limit, self.page.is_of_gpu())
     }
 
     pub(super) fn word_ptr(&self) -> u64 {

@@ -283,6 +283,12 @@ impl SharedPage {
         registered.and_then(|registered| Some(registered.ptr? + offset as u64))
     }
 
+    /// Whether a GPU may store its words.
+    pub(crate) fn is_of_gpu(&self) -> bool {
+        let registered = self.registered.get();
+        registered.is_none_or(|registered| registered.device.is_gpu())
+    }
+
     /// How many timeline words it has.
     pub(crate) fn words(&self) -> usize {
         self.bytes() / size_of::<TimelineWord>()

@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use super::state::{Given, PublisherState, Recipients};
 use super::{PublisherCore, SendFailure};
-use crate::backend::DeviceKind;
 use crate::error::Result;
 use crate::memory::arena::SlotId;
 use crate::nvtx;
@@ -112,7 +111,7 @@ impl PublisherCore {
     /// host, where there is no driver to wait for: an entry that is ready from the start moves to
     /// the reader's cache once, without a second transfer.
     fn signals_first(&self, state: &PublisherState) -> bool {
-        self.device.info().id.kind == DeviceKind::Host || state.placed().any(|link| link.is_local)
+        !self.device.is_gpu() || state.placed().any(|link| link.is_local)
     }
 
     /// Finds a position on every live recipient's link, and the signals that complete the sample

@@ -200,7 +200,7 @@ impl LocalSemaphore {
         let word = self.shared_page.word(permit);
         loop {
             let slice = wait.slice();
-            if word.wait(value, slice) {
+            if word.wait(value, slice, self.device.is_gpu()) {
                 return Ok(());
             }
             if slice.is_zero() {
