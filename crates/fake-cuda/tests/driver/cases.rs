@@ -287,9 +287,9 @@ fn timeline() {
         }],
     )
     .unwrap();
-    assert!(words[0].wait(2, PATIENCE));
+    assert!(words[0].wait(2, PATIENCE, true));
     assert!(!first.is_idle().unwrap(), "2 is not 3");
-    assert!(!words[1].wait(7, Duration::from_millis(1)));
+    assert!(!words[1].wait(7, Duration::from_millis(1), true));
     batch(
         &device,
         second.raw(),
@@ -299,7 +299,7 @@ fn timeline() {
         }],
     )
     .unwrap();
-    assert!(words[1].wait(7, PATIENCE), "at or above is enough");
+    assert!(words[1].wait(7, PATIENCE, true), "at or above is enough");
     batch(
         &device,
         first.raw(),
