@@ -221,7 +221,8 @@ fn copies_in(context: &Context) -> Result<()> {
     }
     match source.write(&stream, &bytes[1..]) {
         Err(Error::Argument {
-            argument: "the data", ..
+            argument: "the data",
+            ..
         }) => Ok(()),
         other => bail!("a short slice gave {other:?}"),
     }
