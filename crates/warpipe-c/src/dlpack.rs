@@ -42,9 +42,9 @@ unsafe fn give<Owner: Send + 'static>(
     })
 }
 
-/// The same tensor for consumers of DLPack before 1.0, as `at::fromDLPack`: they are not told of memory
-/// that they may only read. The deleter of `*legacy` calls that of `tensor`, which is no more the
-/// caller's.
+/// The same tensor for consumers of DLPack before 1.0, as `at::fromDLPack`: they are not told of
+/// memory that they may only read. The deleter of `*legacy` calls that of `tensor`, which is no more
+/// the caller's.
 ///
 /// # Safety
 /// `tensor` is a valid tensor of DLPack that the caller owns, `legacy` the address of a pointer.

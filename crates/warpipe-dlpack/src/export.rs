@@ -149,7 +149,7 @@ impl<Owner: Send + 'static> Exported<Owner> {
     }
 }
 
-/// The same tensor for a consumer older than DLPack 1.0, who is not told its flags. Its deleter
+/// The same tensor for a consumer older than DLPack 1.0, which is not told its flags. Its deleter
 /// calls that of `tensor`.
 ///
 /// # Safety
@@ -178,7 +178,7 @@ unsafe extern "C" fn delete<Owner>(tensor: *mut DLManagedTensorVersioned) {
 /// # Safety
 /// `tensor` is of [`to_legacy`], and not deleted yet.
 unsafe extern "C" fn delete_legacy(tensor: *mut DLManagedTensor) {
-    // SAFETY: the caller's promise: `manager_ctx` is the tensor inside, whose deleter was not called.
+    // SAFETY: the caller's promise: `manager_ctx` is the tensor inside, which was not deleted.
     unsafe {
         let inside: *mut DLManagedTensorVersioned = Box::from_raw(tensor).manager_ctx.cast();
         if let Some(deleter) = (*inside).deleter {
