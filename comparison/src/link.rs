@@ -178,7 +178,11 @@ pub struct OurConsumer {
 impl OurConsumer {
     pub fn new(domain: &Domain, name: &str, wait: Wait) -> anyhow::Result<OurConsumer> {
         let device = Device::host();
-        let subscriber = Subscriber::open(name, SubscriberOptions { spin: Duration::ZERO, ..domain.on(&device) }, PATIENCE)?;
+        let options = SubscriberOptions {
+            spin: Duration::ZERO,
+            ..domain.on(&device)
+        };
+        let subscriber = Subscriber::open(name, options, PATIENCE)?;
         let stream = device.stream()?;
         Ok(OurConsumer {
             subscriber,

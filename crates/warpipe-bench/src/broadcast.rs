@@ -1,5 +1,5 @@
-//! N ready words by one call of the CUDA backend's `batch`, which takes a small kernel for more than
-//! four, or by memory operations alone: where does the kernel begin to pay?
+//! N ready words by one call of the CUDA backend's `batch`, which takes a small kernel for more
+//! than four, or by memory operations alone: where does the kernel begin to pay?
 
 use std::time::Instant;
 

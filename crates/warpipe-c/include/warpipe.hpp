@@ -230,7 +230,8 @@ public:
   T *opened() const {
     if (object_ == nullptr)
       throw Error(WARPIPE_INVALID_OBJECT,
-                  std::string("an empty object was passed; pass one that was not moved from, closed or sent"));
+                  std::string("an empty object was passed; pass one that was not moved from, "
+                              "closed or sent"));
     return object_;
   }
   // Gives the object up, to be closed by the caller.
@@ -572,7 +573,8 @@ public:
   template <class T> std::vector<T> to_vector(Duration timeout) const {
     detail::check_elements<T>(info_.layout);
     std::vector<T> copy(info_.layout.bytes / sizeof(T));
-    check(warpipe_sample_copy_to(get(), nullptr, copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
+    check(warpipe_sample_copy_to(get(), nullptr, copy.data(), copy.size() * sizeof(T),
+                                 nanoseconds(timeout)));
     return copy;
   }
 
@@ -1028,7 +1030,8 @@ private:
       return *this;
     }
     ~Input() {
-      if (behind && sample && warpipe_sample_release_on(sample.get(), *behind, nullptr) == WARPIPE_OK)
+      if (behind && sample &&
+          warpipe_sample_release_on(sample.get(), *behind, nullptr) == WARPIPE_OK)
         static_cast<void>(sample.release_handle());
     }
 
@@ -1346,7 +1349,9 @@ public:
 // An event that streams of other processes wait for, and that knows its owner's death.
 class Event : public Object<warpipe_event> {
 public:
-  explicit Event(const CreateOptions &options = {}) { check(warpipe_event_create(&options, place())); }
+  explicit Event(const CreateOptions &options = {}) {
+    check(warpipe_event_create(&options, place()));
+  }
   static Event open(const std::string &handle, const Device &device) {
     OpenOptions options;
     options.device = device.opened();

@@ -16,7 +16,7 @@ fn an_error_that_nobody_reads_has_its_exit_code() {
     assert_eq!(command.stderr(writer).status().unwrap().code(), Some(2));
 }
 
-/// Whoever guesses the long words, or names another domain, is understood by every command.
+/// The long words, and the option of another domain, are understood by every command.
 #[test]
 fn a_channel_in_another_domain_is_published_received_and_listed_by_its_folder() {
     let world = World::new();

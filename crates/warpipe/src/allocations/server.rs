@@ -86,7 +86,8 @@ impl AllocationServer {
     /// `owner` is dropped, on a thread of this library or in a later call of this function, when the
     /// receiver has released the memory and its device is past it, also after the server's end; when
     /// the receiver is proven dead; of a share that is not open, when it is
-    /// [withdrawn](Self::withdraw), or with the server.
+    /// [withdrawn](Self::withdraw), or with the server. A receiver keeps released memory of a legacy
+    /// handle open for some milliseconds more, for the next share of the same allocation.
     ///
     /// The memory may be of `cudaMalloc` (the receiver gets a legacy handle) or of the virtual
     /// memory functions (`cuMemMap`; the receiver gets descriptors, if the allocations were made

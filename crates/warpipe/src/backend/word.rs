@@ -22,8 +22,9 @@ pub struct TimelineWord {
 
 const _: () = assert!(size_of::<TimelineWord>() == 16);
 
-/// A thread that stores a word wakes those that sleep on it, unless it dies in between.
-const PARK_MAX: Duration = Duration::from_millis(100);
+/// The longest sleep of a parked thread between checks: a lost wake-up costs this, never a hang. A
+/// thread that stores a word wakes those that sleep on it, unless it dies in between.
+pub(super) const PARK_MAX: Duration = Duration::from_millis(100);
 
 /// Attempts to raise a word while a peer may write any value there.
 const ATTEMPTS: u32 = 64;

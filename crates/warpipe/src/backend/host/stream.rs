@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
+use crate::backend::word::PARK_MAX;
 use crate::backend::{DevicePtr, StreamOp, TimelineWord};
 use crate::error::{Error, Result};
 use crate::fork::thread::Thread;
@@ -32,9 +33,6 @@ const LAUNCH_TIMEOUT: Duration = Duration::from_secs(120);
 /// Checks of a word before its wait is queued: a sample is announced a moment before its `ready` is
 /// stored, and queueing the wait for that time would cost two thread switches.
 const LOOKS: u32 = 64;
-
-/// The longest sleep of a parked thread between checks: a lost wake-up costs this, never a hang.
-const PARK_MAX: Duration = Duration::from_millis(100);
 
 /// One queued operation.
 pub(super) enum Op {
