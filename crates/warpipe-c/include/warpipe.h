@@ -1179,9 +1179,9 @@ warpipe_status warpipe_stream_copy(const warpipe_device *device,
                                    uint64_t from,
                                    uint64_t bytes);
 
-// The same tensor for consumers of DLPack before 1.0, as at::fromDLPack: they are not told of memory
-// that they may only read. The deleter of *legacy calls that of tensor, which is no more the
-// caller's.
+// The same tensor for consumers of DLPack before 1.0, as at::fromDLPack: they are not told of
+// memory that they may only read. The deleter of *legacy calls that of tensor, which is no more
+// the caller's.
 //
 // Requires: tensor is a valid tensor of DLPack that the caller owns, legacy the address of a pointer.
 warpipe_status warpipe_dlpack_to_legacy(struct DLManagedTensorVersioned *tensor,
