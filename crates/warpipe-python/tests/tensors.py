@@ -154,17 +154,18 @@ def start_a_child_that_makes(pipe, device):
     child.join()
 
 
-def put_late(queue, pipe, device):
-    """Puts tensors that a stream of its own completes late."""
+def put_late(queue, pipe, device, current):
+    """Puts tensors that a stream of its own completes late, while ``current`` is the current GPU."""
     stream = torch.cuda.Stream(device.ordinal)
-    torch.cuda._sleep(1)
     with torch.cuda.stream(stream):
+        torch.cuda._sleep(1)
         for number in range(8):
             tensor = torch.zeros(1 << 20, device=place(device))
             stream.synchronize()
             torch.cuda._sleep(200_000_000)
             tensor.fill_(number)
-            queue.put(tensor)
+            with torch.cuda.device(current):
+                queue.put(tensor)
             pipe.recv()
 
 

@@ -1,9 +1,11 @@
 """warpipe.torch: GPU tensors in messages of torch.multiprocessing, without another change of the program. On the host,
 tensors in memory that the test declares so stand for those of a GPU."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
+import types
 import warnings
 
 import pytest
@@ -204,11 +206,15 @@ def test_arguments_of_a_process_arrive(device):
     assert child.exitcode == 0
 
 
-def test_a_tensor_that_a_stream_of_its_sender_completes_late_is_complete_in_its_receiver(device):
+@pytest.mark.parametrize("is_current", [True, False])
+def test_a_tensor_that_a_stream_of_its_sender_completes_late_is_complete_in_its_receiver(device, is_current):
     if device.kind == "host":
         pytest.skip("the host has no streams of PyTorch's")
+    current = device.ordinal if is_current else next(n for n in range(2) if n != device.ordinal)
+    if current >= torch.cuda.device_count():
+        pytest.skip("there is one GPU")
     queue, (ours, theirs) = mp.Queue(), mp.Pipe()
-    child = mp.Process(target=tensors.put_late, args=(queue, theirs, device), daemon=True)
+    child = mp.Process(target=tensors.put_late, args=(queue, theirs, device, current), daemon=True)
     child.start()
     for number in range(8):
         tensor = queue.get(timeout=LIMIT_SECONDS)
@@ -237,6 +243,29 @@ def test_a_tensor_that_is_put_while_its_stream_is_captured_is_refused_and_the_ca
     assert queue.get(timeout=LIMIT_SECONDS).tolist() == [1.0, 1.0, 1.0, 1.0]
     queue.close()
     queue.join_thread()
+
+
+def test_a_message_is_ordered_behind_each_stream_of_its_thread_but_the_default_ones(monkeypatch):
+    asked = types.SimpleNamespace(current=0)
+
+    @contextlib.contextmanager
+    def on(index):
+        asked.current, before = index, asked.current
+        yield
+        asked.current = before
+
+    streams = {0: 0, 1: 7, 2: 8}
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 3,
+        device=on,
+        is_current_stream_capturing=lambda: asked.current == 2,
+        current_stream=lambda: types.SimpleNamespace(record_event=lambda: f"behind {streams[asked.current]}"),
+    )
+    monkeypatch.setattr(carried, "_torch", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(carried, "_current_stream", streams.__getitem__)
+    assert carried._order() == {1: "behind 7", 2: carried._CAPTURED}
+    assert asked.current == 0
 
 
 @pytest.mark.parametrize("context", [multiprocessing.get_context("spawn"), mp])

@@ -22,8 +22,8 @@ class Message:
     def __init__(self, pipe: Connection | None) -> None:
         self.pipe = pipe
         """The connection that it is written to, where that is known."""
-        self.order: Any = None
-        """What its contents are to be ordered behind, beside the thread's own stream."""
+        self.order: dict[int, Any] = {}
+        """What its contents on each GPU are to be ordered behind, beside the thread's own stream."""
         self.take_back: list[tuple[Any, ...]] = []
         """Functions with their arguments: a function of Python that made one could be interrupted before it is here."""
 
@@ -80,7 +80,7 @@ def take_back(made: Iterator[tuple[Any, ...]]) -> None:
 class Ordered:
     """A message that another thread pickles, and what that is to be ordered behind."""
 
-    def __init__(self, message: Any, order: Any) -> None:
+    def __init__(self, message: Any, order: dict[int, Any]) -> None:
         self.message, self.order = message, order
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -174,15 +174,31 @@ def _configured_start(start: Callable[[Any], None]) -> Callable[[Any], None]:
 def _ordered_put(put: Callable[..., Any]) -> Callable[..., Any]:
     # Callers may name the message, which has this name in ``multiprocessing``.
     def ordered(queue: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
-        # A thread of the queue's pickles it, and has a current stream of its own.
-        cuda = _torch().cuda
-        if cuda.is_initialized() and _current_stream(cuda.current_device()) != _DEFAULT_STREAM:
-            # An event of a capture would draw the thread's stream into that.
-            order = _CAPTURED if cuda.is_current_stream_capturing() else cuda.current_stream().record_event()
-            obj = _messages.Ordered(obj, order)
-        return put(queue, obj, *arguments, **named)
+        # A thread of the queue's pickles it, and has current streams of its own.
+        order = _order()
+        return put(queue, _messages.Ordered(obj, order) if order else obj, *arguments, **named)
 
     return ordered
+
+
+def _order() -> dict[int, Any]:
+    """What tensors of each GPU are to be ordered behind that this thread has computed. Nothing for a default stream, behind
+    which they are in any case."""
+    cuda = _torch().cuda
+    order: dict[int, Any] = {}
+    for index in range(cuda.device_count()) if cuda.is_initialized() else ():
+        if _current_stream(index) != _DEFAULT_STREAM:
+            with cuda.device(index):
+                # An event of a capture would draw the thread's stream into that.
+                captured = cuda.is_current_stream_capturing()
+                order[index] = _CAPTURED if captured else cuda.current_stream().record_event()
+    return order
+
+
+def _order_of(index: int) -> Any:
+    """What a GPU's tensors in the message that this thread pickles are to be ordered behind; None for the thread's stream."""
+    message = _messages.current()
+    return None if message is None else message.order.get(index)
 
 
 @functools.cache
@@ -230,19 +246,17 @@ class _Storage:
     def stream(self) -> int | None:
         if self.device.kind == "host":
             return None
-        message = _messages.current()
-        if message is None or message.order is None:
-            return _current_stream(self.storage.device.index)
-        return int(self._stream().cuda_stream)
+        index = self.storage.device.index
+        return _current_stream(index) if _order_of(index) is None else int(self._stream().cuda_stream)
 
     def _stream(self) -> Any:
         stream = _torch().cuda.current_stream(self.storage.device)
-        message = _messages.current()
-        if message is None or message.order is None:
+        order = _order_of(self.storage.device.index)
+        if order is None:
             return stream
         behind = _behind(self.storage.device.index)
         behind.wait_stream(stream)
-        behind.wait_event(message.order)
+        behind.wait_event(order)
         return behind
 
     def copied(self) -> _Storage:
@@ -281,8 +295,7 @@ def _device_of(storage: Any, tensor: Any = None) -> _warpipe.Device | None:
     """The device of a storage, or of a tensor in it, if it is carried here; None for what goes its usual way."""
     kind = storage.device.type
     if kind == "cuda":
-        message = _messages.current()
-        if message is not None and message.order is _CAPTURED:
+        if _order_of(storage.device.index) is _CAPTURED:
             what = f"a storage on {storage.device}" if tensor is None else _described(tensor)
             said = f"{what} was put into a queue while its stream was being captured, and is not sent"
             raise CapturingError(f"{said}; put it after the capture, behind a replay of the graph")

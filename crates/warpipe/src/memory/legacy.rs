@@ -128,11 +128,12 @@ impl LegacyHandle {
         // The driver's handle of one allocation is always the same.
         let raw = match exports::known(&found) {
             Some(raw) => raw,
-            // SAFETY: the base of an allocation of the right kind, as was just looked up; it is live
-            // by the caller's promise.
-            None => exports::remember(&found, unsafe {
-                device.backend().export_legacy(found.base)
-            }?)?,
+            None => {
+                // SAFETY: the base of an allocation of the right kind, as was just looked up; it is
+                // live by the caller's promise.
+                let raw = unsafe { device.backend().export_legacy(found.base) }?;
+                exports::remember(&found, raw, device)?
+            }
         };
         let fields = LegacyFields {
             origin,

@@ -30,18 +30,44 @@ pub(super) fn known(found: &PointerInfo) -> Option<IpcBytes> {
 }
 
 /// Which allocation lies at its base from now on, and the driver's handle of it, which is returned.
-pub(super) fn remember(found: &PointerInfo, raw: IpcBytes) -> Result<IpcBytes> {
-    let mut exports = exports();
+/// Nothing reports that one is freed, so those of the device are looked up when there is no room.
+pub(super) fn remember(found: &PointerInfo, raw: IpcBytes, device: &Device) -> Result<IpcBytes> {
     let key = (found.owner, found.base);
-    if exports.len() >= EXPORTS_MAX && !exports.contains_key(&key) {
-        return Err(Error::argument(
-            "exported allocations",
-            exports.len() + 1,
-            format!("at most {EXPORTS_MAX}"),
-        ));
-    }
-    exports.insert(key, (found.allocation, raw));
+    let is_live = |&(owner, base): &(DeviceId, DevicePtr), allocation| {
+        let found_now = device.backend().locate(base);
+        owner != found.owner || found_now.is_ok_and(|found| is_of(&found, base, allocation))
+    };
+    insert(
+        &mut exports(),
+        EXPORTS_MAX,
+        key,
+        (found.allocation, raw),
+        is_live,
+    )?;
     Ok(raw)
+}
+
+fn insert(
+    exports: &mut Exports,
+    max: usize,
+    key: (DeviceId, DevicePtr),
+    export: (u64, IpcBytes),
+    is_live: impl Fn(&(DeviceId, DevicePtr), u64) -> bool,
+) -> Result<()> {
+    let is_full = |exports: &Exports| exports.len() >= max && !exports.contains_key(&key);
+    if is_full(exports) {
+        exports.retain(|key, (allocation, _)| is_live(key, *allocation));
+    }
+    if is_full(exports) {
+        let allowed = format!("at most {max}");
+        return Err(Error::argument("exported allocations", max + 1, allowed));
+    }
+    exports.insert(key, export);
+    Ok(())
+}
+
+fn is_of(found: &PointerInfo, base: DevicePtr, allocation: u64) -> bool {
+    (found.kind, found.base, found.allocation) == (PointerKind::Device, base, allocation)
 }
 
 /// The base of an allocation of this process, if it still is the one that was exported.
@@ -64,9 +90,7 @@ pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> 
         return Err(stale("it is not exported by this process"));
     };
     let found = device.backend().locate(base)?;
-    if (found.kind, found.base, found.allocation)
-        != (PointerKind::Device, base, handle.fields.allocation)
-    {
+    if !is_of(&found, base, handle.fields.allocation) {
         exports.remove(&(handle.fields.owner, base));
         return Err(stale("it was freed here"));
     }
@@ -74,4 +98,28 @@ pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> 
         return Err(stale("it is shorter than the handle says"));
     }
     Ok(base)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn freed_allocations_make_room_for_others_and_live_ones_do_not() {
+        let owner = Device::host().info().id;
+        let mut exports = Exports::new();
+        let mut add = |base, freed: &[u64]| {
+            let export = (base, [0; 64]);
+            let is_live = |&(_, base): &(DeviceId, DevicePtr), allocation| {
+                assert_eq!(base, allocation);
+                !freed.contains(&base)
+            };
+            insert(&mut exports, 2, (owner, base), export, is_live).map(|()| exports.len())
+        };
+        assert_eq!((add(1, &[]).unwrap(), add(2, &[]).unwrap()), (1, 2));
+        assert_eq!(add(2, &[]).unwrap(), 2, "the same address");
+        assert!(add(3, &[]).unwrap_err().to_string().contains("at most 2"));
+        assert_eq!(add(3, &[1]).unwrap(), 2);
+        assert!(add(4, &[1]).is_err(), "1 is forgotten, 2 and 3 are live");
+    }
 }
