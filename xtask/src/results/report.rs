@@ -37,21 +37,29 @@ impl Head {
     fn order(&self) -> (bool, String) {
         (self.mode.starts_with("mps"), self.mode.clone())
     }
+}
 
+/// What all reports but the engines' say.
+#[derive(Debug, Deserialize)]
+struct Common {
+    head: Head,
+    #[serde(default)]
+    quick: bool,
+}
+
+impl Common {
     fn check(&self, path: &Path) -> Outcome<()> {
-        let is_commit = self.commit.len() >= 7
-            && self
-                .commit
-                .bytes()
-                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-        if is_commit {
-            return Ok(());
+        let (commit, path) = (&self.head.commit, path.display());
+        let is_digit = |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        if commit.len() < 7 || !commit.bytes().all(is_digit) {
+            return Err(format!(
+                "{path}: '{commit}' is no commit; measure with a bundle that was built from a clean tree"
+            ));
         }
-        Err(format!(
-            "{}: '{}' is no commit; measure with a bundle that was built from a clean tree",
-            path.display(),
-            self.commit
-        ))
+        match self.quick {
+            true => Err(format!("{path} is of a quick run: its figures mean little")),
+            false => Ok(()),
+        }
     }
 }
 
@@ -59,7 +67,6 @@ impl Head {
 #[derive(Debug, Deserialize)]
 pub struct Bench {
     pub head: Head,
-    quick: bool,
     /// Its name: `host`, or a GPU's.
     #[serde(default)]
     pub device: String,
@@ -105,7 +112,6 @@ pub struct Rust {
 #[derive(Debug, Deserialize)]
 pub struct Python {
     pub head: Head,
-    quick: bool,
     devices: u32,
     pub python: String,
     pub packages: BTreeMap<String, Option<String>>,
@@ -152,8 +158,6 @@ pub struct Reports {
     pub engines: Vec<Engines>,
     /// The parts of `run` that left a report, each with its mode.
     pub parts: BTreeSet<(String, String)>,
-    /// Pictures that a part left beside its report: their files' names.
-    pub pictures: Vec<String>,
 }
 
 /// Leaves out what a run with several GPUs measured on one of them, where a run with one did so.
@@ -213,36 +217,21 @@ impl Reports {
             demo: Vec::new(),
             engines: Vec::new(),
             parts: BTreeSet::new(),
-            pictures: Vec::new(),
         };
         for path in files(folder)? {
-            if is_picture(&path) {
-                let name = path.file_name().unwrap_or_default();
-                reports.pictures.push(name.to_string_lossy().into_owned());
+            let Some(kind) = Kind::of(&path) else {
+                continue;
+            };
+            if kind != Kind::Engines {
+                let common: Common = parse(&path)?;
+                common.check(&path)?;
+                reports.parts.extend(part_of(&path, &common.head));
             }
-            match Kind::of(&path) {
-                Some(Kind::Bench) => {
-                    let report: Bench = parse(&path)?;
-                    report.head.check(&path)?;
-                    reports.parts.extend(part_of(&path, &report.head));
-                    refuse_quick(report.quick, &path)?;
-                    reports.bench.push(report);
-                }
-                Some(Kind::Python) => {
-                    let report: Python = parse(&path)?;
-                    report.head.check(&path)?;
-                    reports.parts.extend(part_of(&path, &report.head));
-                    refuse_quick(report.quick, &path)?;
-                    reports.python.push(report);
-                }
-                Some(Kind::Demo) => {
-                    let report: Demo = parse(&path)?;
-                    report.head.check(&path)?;
-                    reports.parts.extend(part_of(&path, &report.head));
-                    reports.demo.push(report);
-                }
-                Some(Kind::Engines) => reports.engines.push(parse(&path)?),
-                None => {}
+            match kind {
+                Kind::Bench => reports.bench.push(parse(&path)?),
+                Kind::Python => reports.python.push(parse(&path)?),
+                Kind::Demo => reports.demo.push(parse(&path)?),
+                Kind::Engines => reports.engines.push(parse(&path)?),
             }
         }
         reports
@@ -355,16 +344,6 @@ fn parse<T: DeserializeOwned>(path: &Path) -> Outcome<T> {
     })
 }
 
-fn refuse_quick(quick: bool, path: &Path) -> Outcome<()> {
-    if quick {
-        return Err(format!(
-            "{} is of a quick run: its figures mean little",
-            path.display()
-        ));
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -391,7 +370,6 @@ mod tests {
             demo: commits.iter().map(demo).collect(),
             engines: Vec::new(),
             parts: BTreeSet::new(),
-            pictures: Vec::new(),
         }
     }
 
@@ -432,11 +410,15 @@ mod tests {
     }
 
     #[test]
-    fn a_report_of_a_modified_tree_is_refused() {
-        let path = Path::new("demo-mps.json");
-        assert!(head("0123456789ab").check(path).is_ok());
-        assert!(head("0123456789ab-modified").check(path).is_err());
-        assert!(head("unknown").check(path).is_err());
+    fn a_report_of_a_modified_tree_or_a_quick_run_is_refused() {
+        let check = |commit, quick| {
+            let head = head(commit);
+            Common { head, quick }.check(Path::new("demo-mps.json"))
+        };
+        assert!(check("0123456789ab", false).is_ok());
+        assert!(check("0123456789ab-modified", false).is_err());
+        assert!(check("unknown", false).is_err());
+        assert!(check("0123456789ab", true).is_err());
     }
 
     #[test]

@@ -191,7 +191,7 @@ pub fn taken_out() -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::page::all as figures_of;
+    use super::super::page::rows;
     use super::*;
 
     fn reports(figures: &[Figure]) -> Reports {
@@ -242,12 +242,12 @@ mod tests {
             &super::super::current(&crate::workspace::Workspace::find().unwrap()).unwrap(),
         )
         .unwrap();
-        let all = figures_of(&reports);
+        let all = rows(&reports);
         let judged = GAPS.iter().map(|gap| &gap.figures);
         for figures in judged.chain(DECIDE_NOTHING.iter().map(|(figures, _)| figures)) {
             let (bench, name) = (figures.bench, figures.name);
             assert!(
-                all.iter().any(|figure| figures.has(figure)),
+                all.iter().any(|row| figures.has(row.figure)),
                 "{bench}: {name}"
             );
         }
