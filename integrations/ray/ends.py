@@ -1,17 +1,21 @@
 """Ends actors that hand arrays to each other, and looks for what they leave.
 
-    PYTHONPATH=src python ends.py --ends 10000 --kills 500
+    PYTHONPATH=src python ends.py --ends 10000 --kills 500 [--processes]
 
 Each actor gives an array to a receiver that lives on, and is given one of its. Then it ends: by its `__ray_terminate__`, by
 `ray.kill`, or by a SIGKILL in the middle of transfers, as `--kills` of them. Afterwards the receiver and the driver have the
 descriptors, the mappings and the memory that they had at first, and the domain has the names of living processes alone.
 Prints a line of JSON, also when it is interrupted, terminated or fails, and ends with 1 if something is left or failed.
+
+With `--processes` the actors are processes of multiprocessing that make the calls of the transport that Ray makes, without
+Ray between: it starts four actors a second, and these start in milliseconds.
 """
 
 import argparse
 import collections
 import gc
 import json
+import multiprocessing
 import os
 import random
 import select
@@ -28,7 +32,7 @@ import warpipe  # noqa: E402
 from ray.experimental.rdt.util import get_tensor_transport_manager  # noqa: E402
 
 import warpipe_ray  # noqa: E402
-from warpipe_ray import _source  # noqa: E402
+from warpipe_ray import Transport, _source  # noqa: E402
 
 LIMIT_SECONDS = 60.0
 SAID_SECONDS = 30.0
@@ -130,11 +134,84 @@ def batch(receiver, ways):
         ended(handle)
 
 
+class Object:
+    """An array of this process that the transport offers, as Ray names it."""
+
+    number = 0
+
+    def __init__(self, transport):
+        Object.number += 1
+        self.transport, self.name = transport, f"{os.getpid()}-{Object.number}"
+        self.metadata = transport.extract_tensor_transport_metadata(self.name, [numpy.ones(BYTES, "uint8")])
+
+    def collect(self):
+        self.transport.garbage_collect(self.name, self.metadata, [])
+
+
+def taken(transport, name, metadata):
+    (given,) = transport.recv_multiple_tensors(name, metadata, None)
+    return int(given[:: BYTES // 8].sum())
+
+
+def process(pipe):
+    """An actor: gives an object for each that it is given, until it is to end."""
+    transport = get_tensor_transport_manager("WARPIPE")
+    while True:
+        given = pipe.recv()
+        if given in ("ray.kill", "terminate"):
+            # Ray's kill runs no code of the interpreter's end.
+            os._exit(0) if given == "ray.kill" else sys.exit(0)
+        name, metadata = given
+        assert taken(transport, name, metadata) == 8
+        mine = Object(transport)
+        pipe.send((mine.name, mine.metadata))
+        pipe.recv()
+        mine.collect()
+
+
+def process_batch(transport, ways):
+    """As `batch`, of processes beside the one that gives to all and takes from all."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "warpipe_ray"])
+    started = []
+    for _ in ways:
+        ours, theirs = context.Pipe()
+        child = context.Process(target=process, args=(theirs,))
+        child.start()
+        theirs.close()
+        started.append((child, ours))
+    for (child, pipe), way in zip(started, ways, strict=True):
+        mine = Object(transport)
+        pipe.send((mine.name, mine.metadata))
+        assert taken(transport, *pipe.recv()) == 8
+        pipe.send("collected")
+        if way == "SIGKILL":
+            pipe.send((mine.name, mine.metadata))
+            # Somewhere in the transfer there, or before the one here.
+            time.sleep(random.uniform(0, 0.002))
+            child.kill()
+            try:
+                taken(transport, *pipe.recv())
+            except (EOFError, ConnectionResetError, warpipe_ray.SourceGoneError):
+                pass
+        else:
+            pipe.send(way)
+        mine.collect()
+        pipe.close()
+    for child, _ in started:
+        child.join(LIMIT_SECONDS)
+        if child.exitcode is None:
+            raise AssertionError("a process did not end")
+        child.close()
+
+
 def rest(receiver, wanted):
     """What the receiver and the driver have, once that is no more than wanted, or after the limit."""
     end = time.monotonic() + LIMIT_SECONDS
     while True:
-        found = {"receiver": ray.get(receiver.held.remote(), timeout=LIMIT_SECONDS), "driver": held()}
+        found = {"driver": held()}
+        if not isinstance(receiver, Transport):
+            found["receiver"] = ray.get(receiver.held.remote(), timeout=LIMIT_SECONDS)
         pairs = [(f"{at} {what}", count, (wanted or found)[at][what]) for at in found for what, count in found[at].items()]
         over = {what: count for what, count, most in pairs if count > most}
         if not over or time.monotonic() > end:
@@ -142,9 +219,8 @@ def rest(receiver, wanted):
         time.sleep(0.2)
 
 
-def run(ways, at_once, end, said):
+def run(receiver, batch, ways, at_once, end, said):
     """Ends actors, and notes what was done and what is left, whatever ends it."""
-    receiver = Actor.remote()
     # As many at once as later, so that what is kept for the next ones is there.
     for _ in range(2):
         batch(receiver, (["SIGKILL", "ray.kill", "terminate"] * at_once)[:at_once])
@@ -178,19 +254,24 @@ def main():
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="starts no more actors after this time")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", action="store_true", help="processes that make the transport's calls, without Ray")
     options = parser.parse_args()
     random.seed(options.seed)
     ways = ["SIGKILL"] * options.kills + ["ray.kill", "terminate"] * ((options.ends - options.kills + 1) // 2)
     ways = ways[: options.ends]
     random.shuffle(ways)
-    said, is_good = {"wanted": len(ways)}, False
+    said, is_good = {"wanted": len(ways), "of": "processes" if options.processes else "actors"}, False
     with tempfile.TemporaryDirectory(prefix="warpipe-ray-") as folder:
         os.environ["WARPIPE_DOMAIN"] = os.path.join(folder, "domain")
         try:
-            ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=128 << 20)
+            if options.processes:
+                receiver, each = get_tensor_transport_manager("WARPIPE"), process_batch
+            else:
+                ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=128 << 20)
+                receiver, each = Actor.remote(), batch
             # Afterwards: Ray has a handler of its own.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-            is_good = run(ways, options.at_once, time.monotonic() + options.seconds, said)
+            is_good = run(receiver, each, ways, options.at_once, time.monotonic() + options.seconds, said)
         except Exception as error:
             said["failed"] = f"{type(error).__name__}: {error}"
         ray.shutdown()
