@@ -46,10 +46,6 @@ fn order(name: &str) -> Outcome<ResultOrder> {
 impl Jobs {
     /// Of a ``client``, or of a queue, which alone has an ``order`` and what follows it.
     #[new]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the options of the classes in Python"
-    )]
     fn new(
         py: Python<'_>,
         client: bool,

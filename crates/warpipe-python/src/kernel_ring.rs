@@ -136,10 +136,6 @@ impl KernelRing {
     #[pyo3(signature = (name, *, depth = 8, slot_bytes = 4096, consumers = 1, spin_limit = None,
             allow_time_slices = false, domain = None, device = None, allow_uids = Vec::new(), allow_gids = Vec::new()),
         text_signature = "(name, *, depth=8, slot_bytes=4096, consumers=1, spin_limit=None, allow_time_slices=False, domain=None, device=None, allow_uids=(), allow_gids=())")]
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "keyword arguments, each with a default"
-    )]
     fn create(
         py: Python<'_>,
         name: &str,

@@ -1,6 +1,5 @@
 //! A job of a worker, or a request of a server: the input, the answer, and memory for the result.
 
-use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -58,7 +57,7 @@ impl Lease {
         py: Python<'_>,
         lease: warpipe::Lease,
         context: &CopyContext,
-    ) -> PyResult<Py<Lease>> {
+    ) -> PyResult<Py<Frame>> {
         let (metadata, queue_pid) = (lease.metadata().to_vec(), lease.queue_pid);
         let (input, answer_handle) = (lease.input, lease.answer_handle);
         let frame = Frame::with_metadata(input, metadata, &context.device, context.patience);
@@ -71,17 +70,20 @@ impl Lease {
             deadline_ns: answer_handle.deadline_ns,
             answer_handle: Mutex::new(Some(DropDetached::new(answer_handle))),
         };
-        Py::new(py, frame.whole().add_subclass(lease))
+        let whole = Bound::new(py, frame.whole().add_subclass(lease))?;
+        Ok(whole.into_super().unbind())
     }
 
-    /// Gives back leases that were never returned to Python. No signal interrupts this: an attempt
-    /// would have failed.
-    pub fn return_all(py: Python<'_>, unused: VecDeque<Py<Lease>>) {
-        for lease in unused {
+    /// Gives back leases that were never returned to Python; other frames are released as any. No
+    /// signal interrupts this: an attempt would have failed.
+    pub fn return_all(py: Python<'_>, unused: impl IntoIterator<Item = Py<Frame>>) {
+        for frame in unused {
             // A lease that cannot be given back counts as failed when it is dropped: no caller is
             // left to get the error.
-            let _ = lease.get().return_unused(py);
-            let _ = lease.bind(py).as_super().get().release(py);
+            if let Ok(lease) = frame.bind(py).cast::<Lease>() {
+                let _ = lease.get().return_unused(py);
+                let _ = frame.get().release(py);
+            }
         }
     }
 

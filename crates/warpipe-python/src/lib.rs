@@ -4,7 +4,7 @@
 //! | module | contents |
 //! | --- | --- |
 //! | `device`, `domain`, `stream` | devices, the directory of names, the order of work |
-//! | `publisher`, `outgoing`, `subscriber`, `frame` | the channel |
+//! | `publisher`, `outgoing`, `frame` | the channel |
 //! | `loan`, `slot` | memory on loan: `SampleMut`, queue inputs, outputs |
 //! | `tensor` | common to frames, loans and views: held memory as an array of any framework |
 //! | `view`, `memory_owner` | other memory as a tensor, and its release |
@@ -15,9 +15,9 @@
 //! | `members` | the members of a domain |
 //! | `closeable`, `handle` | the base of the classes that Python closes, and their handles |
 //! | `jobs`, `job_endpoint`, `job` | what queues and clients submit, and results |
-//! | `leases`, `lease` | what workers and servers take |
+//! | `lease` | what workers and servers take |
 //! | `future` | `JobHandle` and `Pending`: the outcome of a job or a request |
-//! | `inbox` | common to subscribers, workers and servers |
+//! | `receiver` | common to subscribers, workers and servers |
 //! | `weights`, `weights_publish`, `weights_watch` | model weights: read, kept; published; new versions |
 //! | `memory` | the memory behind arrays, and its release |
 //! | `array`, `buffer`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
@@ -37,8 +37,8 @@
 //! streams that memory waits for, callbacks of `Members`, and results of interrupted waits. So
 //! there are no cycles to collect.
 //!
-//! Names and texts of queues, clients, workers and servers are in `python/warpipe/_queue.py`, over
-//! `jobs` and `leases`. What calls Python alone is in Python, too, and set on the classes at import:
+//! Names and texts of queues, clients, workers and servers are in `python/warpipe/_queue.py`, those of
+//! subscribers in `_receivers.py`, over `jobs` and `receiver`. What calls Python alone is in Python, too, and set on the classes at import:
 //! `_arrays.py`, `_futures.py`, `_members.py`, `_objects.py`, `weights.py`. So are the words for what
 //! cannot be sent, and names: `_devices.py`, `_dtypes.py`, `_metadata.py`, `_tensors.py`. Iterations
 //! are native, and a method in Python returns
@@ -47,6 +47,7 @@
 //! A new part of the library becomes a module here, a line in `register`, and its classes in
 //! `python/warpipe/__init__.py` and `stubs/types.pyi`.
 #![deny(missing_docs)]
+#![allow(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
 
 mod allocations;
 mod array;
@@ -66,14 +67,12 @@ mod frame;
 mod future;
 mod handle;
 mod in_place;
-mod inbox;
 mod interpreter_exit;
 mod job;
 mod job_endpoint;
 mod jobs;
 mod kernel_ring;
 mod lease;
-mod leases;
 mod legacy;
 mod loan;
 mod members;
@@ -85,13 +84,13 @@ mod parts;
 mod pool;
 mod process;
 mod publisher;
+mod receiver;
 mod rows;
 mod semaphore;
 mod shared_memory;
 mod slot;
 mod source;
 mod stream;
-mod subscriber;
 mod tensor;
 mod testing;
 mod thread_exit;
@@ -132,13 +131,13 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     add_classes!(module:
         device::Device, domain::Domain, stream::Stream, tensor::Tensor, tensor::Held,
         closeable::Closeable, closeable::Named, publisher::Publisher, loan::Loan,
-        outgoing::Outgoing, subscriber::Subscriber, frame::Frame, parts::Part, parts::FrameParts,
+        outgoing::Outgoing, receiver::Receiver, frame::Frame, parts::Part, parts::FrameParts,
         timeline::Timeline, kernel_ring::KernelRing, event::Event, event::EventHandle,
         event::Recording, semaphore::Semaphore, semaphore::Permit, members::Member,
         members::Members, view::View, shared_memory::Memory, shared_memory::Published,
         shared_memory::SharedMemory, ticket::Ticket, legacy::LegacyHandle, legacy::LegacyMemory,
         pool::Pool, pool::Buffer, pool::PoolClient, pool::LentBuffer, jobs::Jobs, future::Future,
-        future::JobHandle, job::Result, job::Results, job::Watch, leases::Leases, lease::Lease,
+        future::JobHandle, job::Result, job::Results, job::Watch, lease::Lease,
         lease::Output, future::Pending, weights_watch::Watch
     );
     module.add_function(wrap_pyfunction!(wait::_check_seconds, module)?)?;

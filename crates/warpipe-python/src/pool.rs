@@ -59,10 +59,6 @@ impl Pool {
         allow_uids = Vec::new(), allow_gids = Vec::new(), user_quota = (None, None), quotas = HashMap::new()),
         text_signature = "(name, *, domain=None, device=None, memory_limit=4294967296, reserve=0, peers_max=256, \
         allow_uids=(), allow_gids=(), user_quota=(None, None), quotas={})")]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "keyword arguments, each with a default"
-    )]
     fn create(
         py: Python<'_>,
         name: &str,

@@ -230,10 +230,6 @@ impl Publisher {
         timestamps=False, memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, \
         handshake_timeout=5.0, allow_uids=(), \
         allow_gids=())")]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "keyword arguments, each with a default"
-    )]
     fn new(
         py: Python<'_>,
         name: &str,

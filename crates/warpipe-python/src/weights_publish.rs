@@ -77,10 +77,6 @@ impl PhaseClock {
 /// Publishes tensors: the publication, their number, why some were copied that were to be published
 /// where they lie, and the seconds of each step.
 #[pyfunction]
-#[expect(
-    clippy::too_many_arguments,
-    reason = "the options of `publish` in Python"
-)]
 pub fn _publish_weights(
     py: Python<'_>,
     name: &str,

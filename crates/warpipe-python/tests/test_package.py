@@ -108,7 +108,7 @@ def test_importing_brings_no_framework():
 def test_the_package_says_that_it_is_typed():
     files = {path.name for path in HERE.iterdir()}
     assert {"py.typed", "_warpipe.pyi"} <= files
-    assert {module.name for module in pkgutil.iter_modules([str(HERE)])} >= {"_errors", "_subscriber"}
+    assert {module.name for module in pkgutil.iter_modules([str(HERE)])} >= {"_errors", "_receivers"}
 
 
 def test_mypy_is_content_with_the_package_and_its_users(tmp_path):

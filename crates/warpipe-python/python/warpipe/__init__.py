@@ -91,7 +91,7 @@ from ._errors import (
 from . import _arrays as _arrays, _exit as _exit, _futures as _futures, _members as _members, _objects as _objects
 from ._dtypes import DTYPES
 from ._queue import Client, Queue, Server, Worker
-from ._subscriber import Subscriber
+from ._receivers import Subscriber
 from ._tuples import (
     Change,
     Discontinuity,

@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 # A look without having been woken: a publisher that comes back may not ring, nor does an endpoint
 # that is closed here.
@@ -142,19 +142,3 @@ async def next_of(
     """The same, where nothing is an error: that of ``last``, which looks once more and knows the cause."""
     here = await rung_of(endpoint, look, timeout)
     return last(timeout) if here is None else here
-
-
-class AsyncIteration:
-    """For endpoints from which ``async for`` takes, and which an ``async with`` block closes."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_exception: object) -> None:
-        self.close()

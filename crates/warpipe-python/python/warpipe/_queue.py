@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from . import _warpipe
-from ._errors import PeerGoneError
-from ._loop import AsyncIteration, end_of, found, next_of
+from ._loop import end_of, found
+from ._receivers import Receiver
 
 if TYPE_CHECKING:
     from ._tuples import MemoryUse
@@ -183,7 +183,7 @@ class Queue(_warpipe._Jobs):
         return self._memory_in_use
 
 
-class Worker(_warpipe._Leases, AsyncIteration):
+class Worker(Receiver):
     """Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or ``async for``.
 
     ``device``: the device it works with, and of the results' memory (default: the first GPU, else the host). ``wait``:
@@ -212,8 +212,8 @@ class Worker(_warpipe._Leases, AsyncIteration):
         handshake_timeout: float = 5.0,
         stream: _StreamLike | None = None,
     ) -> Self:
-        rest = (timeout, answer_timeout, spin, memory_limit, handshake_timeout, stream)
-        return super().__new__(cls, False, queue, domain, device, *rest, wait, 0)
+        place = (queue, domain, device, wait, timeout, spin, handshake_timeout, stream)
+        return super().__new__(cls, "worker", *place, answer_timeout=answer_timeout, memory_limit=memory_limit)
 
     @property
     def queue(self) -> str:
@@ -243,16 +243,7 @@ class Worker(_warpipe._Leases, AsyncIteration):
 
         Raises as ``lease``.
         """
-        return await next_of(self, self.try_lease, self._last, self._limit(timeout))
-
-    async def __anext__(self) -> _warpipe.Lease:
-        """The next job; the iteration ends when the queue is shut down and its jobs are done, or closes gracefully."""
-        try:
-            return await self.lease_async()
-        except PeerGoneError as gone:
-            if gone.graceful:
-                raise StopAsyncIteration from None
-            raise
+        return await self._next_async(timeout)
 
 
 class Client(_warpipe._Jobs):
@@ -334,7 +325,7 @@ class Client(_warpipe._Jobs):
         self._wait_for("server", count, timeout)
 
 
-class Server(_warpipe._Leases, AsyncIteration):
+class Server(Receiver):
     """Takes the requests of all clients of a service, together with its other servers, and answers each, a ``Lease``:
     ``for request in Server("embed"):``, ``accept()``, or ``async for``. It finds new clients by itself.
 
@@ -365,8 +356,9 @@ class Server(_warpipe._Leases, AsyncIteration):
         clients_max: int = 256,
         stream: _StreamLike | None = None,
     ) -> Self:
-        rest = (timeout, answer_timeout, spin, memory_limit, handshake_timeout, stream)
-        return super().__new__(cls, True, service, domain, device, *rest, None, clients_max)
+        place = (service, domain, device, None, timeout, spin, handshake_timeout, stream)
+        answers = {"answer_timeout": answer_timeout, "memory_limit": memory_limit}
+        return super().__new__(cls, "server", *place, **answers, clients_max=clients_max)
 
     @property
     def service(self) -> str:
@@ -379,7 +371,7 @@ class Server(_warpipe._Leases, AsyncIteration):
 
         Raises ``ClosedError``.
         """
-        return self._clients
+        return self._facts()[1]
 
     def accept(self, timeout: _Timeout = ...) -> _warpipe.Lease:
         """Waits for the next request of any client, at most ``timeout`` seconds (default: the server's; None: no
@@ -403,11 +395,7 @@ class Server(_warpipe._Leases, AsyncIteration):
 
         Raises as ``accept``.
         """
-        return await next_of(self, self.try_accept, self._last, self._limit(timeout))
-
-    async def __anext__(self) -> _warpipe.Lease:
-        """The next request, as long as the server's timeout says."""
-        return await self.accept_async()
+        return await self._next_async(timeout)
 
 
 for _one in (Queue, Worker, Client, Server):

@@ -481,90 +481,51 @@ class SampleMut(Loan):
     ) -> None: ...
 
 @disjoint_base
-class _Subscriber(_Named):
-    """Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``,
-    ``receive()``, or ``async for``.
-
-    ``device``: the device it reads with (default: the first GPU, else the host). ``wait``: seconds
-    to wait for a publisher of the name, None for no limit (default: not at all). ``reconnect``:
-    follow the next publisher of the name when this one ends. ``timeout``: seconds that a receive,
-    or each step of an iteration, waits (None: no limit; by default 10 for a receive, and no limit
-    for an iteration). ``spin``: seconds that it polls before it sleeps (default: 20 us).
-    ``orphan_timeout``: seconds after which streams that wait for a dead publisher go
-    on, where a child that it forked keeps its device work running; the samples that they waited for
-    are lost. ``stream``: the stream to receive on; by default one of its own, and every array made
-    of a frame orders its own stream after the data.
-
-    One thread at a time receives; other threads wait. Frames may be used on any thread.
-
-    Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
-    ``DeviceError``.
-    """
+class _Receiver(Closeable):
+    """Receives the samples of a publisher, or takes the jobs of a queue, or the requests of a service."""
     def __new__(
         cls,
+        kind: Literal["subscriber", "worker", "server"],
         name: str,
+        domain: _DomainLike | None,
+        device: _DeviceLike | None,
+        wait: float | None,
+        timeout: _Timeout,
+        spin: float | None,
+        handshake_timeout: float,
+        stream: _StreamLike | None,
         *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        wait: float | None = 0.0,
         reconnect: bool = False,
-        timeout: float | None | EllipsisType = ...,
-        spin: float | None = None,
-        handshake_timeout: float = 5.0,
         orphan_timeout: float = 30.0,
-        stream: _StreamLike | None = None,
+        answer_timeout: float | None = None,
+        memory_limit: int = 0,
+        clients_max: int = 0,
     ) -> Self: ...
     @property
+    def _name(self) -> str: ...
+    @property
     def device(self) -> Device:
-        """The device that it reads with."""
+        """The device that it works with."""
     @property
     def _iteration(self) -> float | None: ...
-    @property
-    def publisher_state(self) -> PeerState | None:
-        """The state of its publisher: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``,
-        ``"dead"``; None without a publisher.
-
-        Raises ``ClosedError``.
-        """
-    @property
-    def publisher_pid(self) -> int | None:
-        """The publisher's process id; None without a publisher.
-
-        Raises ``ClosedError``.
-        """
-    @property
-    def dropped(self) -> int:
-        """Frames that it did not get because of the publisher's policy.
-
-        Raises ``ClosedError``.
-        """
     def _limit(self, timeout: _Timeout) -> float | None: ...
-    def _last(self, waited: float | None, /) -> Sample: ...
-    def receive(self, timeout: _Timeout = ...) -> Sample:
-        """Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: no
-        limit).
-
-        Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
-        received (not with ``reconnect``); for a tensor that was sent in place
-        ``SampleLostError``, ``HandleError``, ``TicketExpiredError``, and, of a publisher that is
-        stopped, ``HandshakeError``: the frame stays the next; ``LinkClosedError``,
-        ``ProtocolError``, ``ClosedError``, ``DriverError``.
-        """
-    def try_receive(self) -> Sample | None:
-        """The next frame if there is one, else None.
-
-        Raises as ``receive``, without the timeout.
-        """
+    def _facts(self) -> tuple[tuple[PeerState, int] | None, int]: ...
+    def _next(self, timeout: _Timeout) -> Any: ...
+    def _last(self, waited: float | None, /) -> Any: ...
+    def _try(self) -> Any: ...
     def fileno(self) -> int:
-        """A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor,
-        which nests). Receive until it gives None before waiting on it.
+        """A descriptor that is readable when a try for an item is worth a call (an epoll descriptor,
+        which nests); a server's is so once a second, too. Try until that gives None before waiting on
+        the descriptor.
 
         Raises ``ClosedError``.
         """
     def close(self) -> None:
-        """Closes the link. Received frames stay valid. Closing twice is no error."""
+        """Closes the link: it takes no more items. Received samples and leases stay valid, and leases can
+        still be answered. Closing twice is no error.
+        """
     def __iter__(self) -> Self: ...
-    def __next__(self) -> Sample: ...
+    def __next__(self) -> Any: ...
 
 @disjoint_base
 class Sample(_Held):
@@ -814,49 +775,6 @@ class _Watch:
     """The descriptor of a queue for event loops."""
     def fileno(self) -> int: ...
     def quiet(self) -> None: ...
-
-@disjoint_base
-class _Leases(Closeable):
-    """Takes the jobs of a queue, or the requests of a service."""
-    def __new__(
-        cls,
-        server: bool,
-        name: str,
-        domain: _DomainLike | None,
-        device: _DeviceLike | None,
-        timeout: float | None,
-        answer_timeout: float | None,
-        spin: float | None,
-        memory_limit: int,
-        handshake_timeout: float,
-        stream: _StreamLike | None,
-        wait: float | None,
-        clients_max: int,
-    ) -> Self: ...
-    @property
-    def _name(self) -> str: ...
-    @property
-    def device(self) -> Device:
-        """The device that it works with."""
-    @property
-    def _clients(self) -> int: ...
-    def _limit(self, timeout: _Timeout) -> float | None: ...
-    def _last(self, waited: float | None, /) -> Lease: ...
-    def _next(self, timeout: _Timeout) -> Lease: ...
-    def _try(self) -> Lease | None: ...
-    def fileno(self) -> int:
-        """A descriptor that is readable when ``try_lease``, or ``try_accept``, is worth a call (an
-        epoll descriptor, which nests); a server's is so once a second, too. Call it until it gives
-        None before waiting on the descriptor.
-
-        Raises ``ClosedError``.
-        """
-    def close(self) -> None:
-        """Takes no more jobs, or requests. Leases stay valid, and can still be answered. Closing twice
-        is no error.
-        """
-    def __iter__(self) -> Self: ...
-    def __next__(self) -> Lease: ...
 
 @final
 class Lease(Sample):

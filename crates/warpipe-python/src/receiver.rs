@@ -1,0 +1,406 @@
+//! `_Receiver`, the base of `Subscriber`, `Worker` and `Server`: endpoints from which one thread at a
+//! time receives samples, jobs or requests.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyStopIteration;
+use pyo3::prelude::*;
+use warpipe::{Error, OptionalExtension, Wait};
+
+use crate::closeable::Closeable;
+use crate::copies::CopyContext;
+use crate::detached::call;
+use crate::device::Device;
+use crate::domain::{Domain, place};
+use crate::errors::{Fault, Outcome};
+use crate::exclusive::{Closed, Exclusive};
+use crate::frame::Frame;
+use crate::interpreter_exit::{self, Endpoint};
+use crate::lease::Lease;
+use crate::parts::FrameParts;
+use crate::process::Home;
+use crate::publisher::word_of;
+use crate::stream::stream_of;
+use crate::wait::{
+    Given, Limit, SLICE, Seconds, Timeout, WaitLimit, hand_over, in_slices, late, none_if_late,
+    optional, seconds, waiting,
+};
+
+/// The default limit of a subscriber's receive.
+const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The library's endpoint.
+#[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one for each endpoint, which is boxed"
+)]
+enum Source {
+    Subscriber(warpipe::Subscriber),
+    Worker(warpipe::Worker),
+    Server(warpipe::Server),
+}
+
+/// An item on its way to Python.
+enum Item {
+    Sample(warpipe::Sample),
+    Lease(warpipe::Lease),
+    /// Of an interrupted wait.
+    Unused(Py<Frame>),
+}
+
+impl Source {
+    fn take(&mut self, stream: &warpipe::Stream, limit: Duration) -> Result<Item, Error> {
+        Ok(match self {
+            Source::Subscriber(subscriber) => Item::Sample(subscriber.receive(stream, limit)?),
+            Source::Worker(worker) => Item::Lease(worker.lease(stream, limit)?),
+            Source::Server(server) => Item::Lease(server.accept(stream, limit)?),
+        })
+    }
+
+    /// Makes its descriptor readable.
+    fn ring(&self) {
+        match self {
+            Source::Subscriber(subscriber) => subscriber.ring(),
+            Source::Worker(worker) => worker.ring(),
+            Source::Server(server) => server.ring(),
+        }
+    }
+}
+
+/// The endpoint until it is closed, and items that are returned before it is asked.
+#[derive(Debug)]
+struct Shared {
+    source: Exclusive<Source>,
+    /// Items of interrupted waits: the next to be returned. `None` once it is closed.
+    unused: Mutex<Option<VecDeque<Py<Frame>>>>,
+}
+
+impl Shared {
+    fn unused(&self) -> MutexGuard<'_, Option<VecDeque<Py<Frame>>>> {
+        self.unused.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes it the next item to be returned. If the endpoint is closed, the item is taken back.
+    fn put_back(&self, py: Python<'_>, made: Py<Frame>) {
+        let mut unused = self.unused();
+        match &mut *unused {
+            Some(unused) => unused.push_front(made),
+            None => {
+                drop(unused);
+                Lease::return_all(py, [made]);
+            }
+        }
+    }
+}
+
+impl Endpoint for Shared {
+    fn end(&self, py: Python<'_>) {
+        let unused = self.unused().take();
+        Lease::return_all(py, unused.into_iter().flatten());
+        py.detach(|| self.source.close());
+    }
+
+    fn is_closed(&self) -> bool {
+        self.source.is_closed()
+    }
+
+    fn is_over(&self) -> bool {
+        self.source.is_over()
+    }
+}
+
+/// Receives the samples of a publisher, or takes the jobs of a queue, or the requests of a service.
+#[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Receiver")]
+#[derive(Debug)]
+pub struct Receiver {
+    home: Home,
+    kind: &'static str,
+    #[pyo3(get, name = "_name")]
+    name: String,
+    /// What a late wait has waited for, before the name.
+    thing: &'static str,
+    /// The default limit of a wait.
+    timeout: Option<Duration>,
+    /// The limit of each step of an iteration.
+    iteration: Option<Duration>,
+    context: CopyContext,
+    shared: Arc<Shared>,
+}
+
+impl Receiver {
+    /// Runs `work` when no other thread has the endpoint; `None` if that does not happen within
+    /// `limit`.
+    fn within<A>(
+        &self,
+        limit: Duration,
+        work: impl FnOnce(&mut Source) -> A,
+    ) -> Outcome<Option<A>> {
+        self.home.check()?;
+        let done = self.shared.source.with(limit, work);
+        done.map_err(|Closed| Fault::closed(self.kind, &self.name))
+    }
+
+    /// Asks for something that is there at once, as soon as no other thread has the endpoint.
+    fn ask<A: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl Fn(&mut Source) -> A + Send + Sync,
+    ) -> PyResult<A> {
+        let said = in_slices(py, None, |slice| self.within(slice, &work))?;
+        Ok(said.ok_or_else(|| late("its turn".into(), None))?)
+    }
+
+    /// Waits for the next item. An interrupted wait has taken nothing. The error of one that is late
+    /// says that it was waited for as long as `waited`.
+    fn next_within(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+        waited: Option<Duration>,
+    ) -> PyResult<Py<Frame>> {
+        let mut cause = None;
+        let found = in_slices(py, timeout, |slice| {
+            let start = Instant::now();
+            let look = |source: &mut Source| {
+                // Not zero: the error of a mere poll does not say the cause.
+                let left = slice.saturating_sub(start.elapsed());
+                let found = self.look(source, left.max(Duration::from_nanos(1)));
+                none_if_late(found.map_err(Fault::from), &mut cause)
+            };
+            Ok(self.within(slice, look)?.transpose()?.flatten())
+        })?;
+        let what = || format!("{} {:?}", self.thing, self.name);
+        let found = found.ok_or_else(|| late(cause.unwrap_or_else(what), waited))?;
+        self.give(py, found)
+    }
+
+    fn look(&self, source: &mut Source, limit: Duration) -> Result<Item, Error> {
+        let unused = self.shared.unused().as_mut().and_then(VecDeque::pop_front);
+        unused.map_or_else(
+            || source.take(&self.context.stream, limit),
+            |unused| Ok(Item::Unused(unused)),
+        )
+    }
+
+    /// The item as Python has it.
+    fn give(&self, py: Python<'_>, found: Item) -> PyResult<Py<Frame>> {
+        let context = &self.context;
+        let made = match found {
+            Item::Sample(sample) => {
+                let parts = sample.parts().to_vec();
+                let frame = Frame::new(sample, &context.device, context.patience);
+                match parts.is_empty() {
+                    true => Py::new(py, frame.whole())?,
+                    false => FrameParts::of(py, frame.whole(), parts)?,
+                }
+            }
+            Item::Lease(lease) => Lease::new(py, lease, context)?,
+            Item::Unused(made) => made,
+        };
+        hand_over(py, made, |made| {
+            self.shared.put_back(py, made);
+            // Wakes pollers of the descriptor. A thread that waits in this endpoint needs no
+            // wake-up: it looks within a slice.
+            let _ = py.detach(|| self.within(Duration::ZERO, |source| source.ring()));
+        })
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        if self.home.is_here() {
+            // Without the interpreter, as `close` does it.
+            let _ = Python::try_attach(|py| self.shared.end(py));
+        }
+    }
+}
+
+#[pymethods]
+impl Receiver {
+    /// Of a ``"subscriber"``, a ``"worker"`` or a ``"server"``. The options after ``stream`` are not
+    /// for all of them.
+    #[new]
+    #[pyo3(signature = (kind, name, domain, device, wait, timeout, spin, handshake_timeout, stream, *, reconnect = false,
+        orphan_timeout = Seconds(30.0), answer_timeout = None, memory_limit = 0, clients_max = 0))]
+    fn new(
+        py: Python<'_>,
+        kind: &str,
+        name: &str,
+        domain: Option<Domain>,
+        device: Option<Device>,
+        wait: WaitLimit,
+        timeout: Timeout,
+        spin: Option<Seconds>,
+        handshake_timeout: Seconds,
+        stream: Given<'_, '_>,
+        reconnect: bool,
+        orphan_timeout: Seconds,
+        answer_timeout: Option<Seconds>,
+        memory_limit: u64,
+        clients_max: usize,
+    ) -> PyResult<PyClassInitializer<Receiver>> {
+        let (domain, device) = place(domain, device)?;
+        let iteration = timeout.or(None);
+        let mut patience = optional(answer_timeout, "answer_timeout")?;
+        // In slices, with a look at the signals in between.
+        let answer_timeout = patience.unwrap_or(SLICE).min(SLICE);
+        let handshake_timeout = seconds(handshake_timeout, "handshake_timeout")?;
+        let orphan_timeout = seconds(orphan_timeout, "orphan_timeout")?;
+        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+        let stream = stream_of(py, &device, stream)?;
+        let (kind, thing, source) = match kind {
+            "subscriber" => {
+                patience = timeout.or(Some(RECEIVE_TIMEOUT));
+                let default: warpipe::SubscriberOptions = domain.on(&device);
+                let options = warpipe::SubscriberOptions {
+                    reconnect,
+                    handshake_timeout,
+                    orphan_timeout,
+                    spin: spin.unwrap_or(default.spin),
+                    ..default
+                };
+                let attach = |wait: Wait<'_>| Ok(warpipe::Subscriber::open(name, options, wait)?);
+                let subscriber = waiting(py, wait.0, || Ok(()), attach)?;
+                ("subscriber", "a sample of", Source::Subscriber(subscriber))
+            }
+            "worker" => {
+                let default: warpipe::WorkerOptions = domain.on(&device);
+                let options = warpipe::WorkerOptions {
+                    answer_timeout,
+                    memory_limit,
+                    handshake_timeout,
+                    spin: spin.unwrap_or(default.spin),
+                    ..default
+                };
+                let attach = |wait: Wait<'_>| Ok(warpipe::Worker::open(name, options, wait)?);
+                let worker = waiting(py, wait.0, || Ok(()), attach)?;
+                ("worker", "a job of", Source::Worker(worker))
+            }
+            _ => {
+                let default: warpipe::ServerOptions = domain.on(&device);
+                let options = warpipe::ServerOptions {
+                    answer_timeout,
+                    memory_limit,
+                    handshake_timeout,
+                    clients_max,
+                    spin: spin.unwrap_or(default.spin),
+                    ..default
+                };
+                let server = call(py, || warpipe::Server::new(name, options))?;
+                ("server", "a request to", Source::Server(server))
+            }
+        };
+        let shared = Arc::new(Shared {
+            source: Exclusive::new(source),
+            unused: Mutex::new(Some(VecDeque::new())),
+        });
+        interpreter_exit::close_at_exit(&shared)?;
+        Ok(Closeable::of(&shared).add_subclass(Receiver {
+            home: Home::here(),
+            kind,
+            name: name.to_owned(),
+            thing,
+            timeout: if kind == "subscriber" { patience } else { iteration },
+            iteration,
+            context: CopyContext::new(device.inner, stream, patience),
+            shared,
+        }))
+    }
+
+    /// The device that it works with.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.context.device)
+    }
+
+    /// The default limit of a wait, in seconds; None for no limit.
+    #[pyo3(text_signature = "($self, timeout)")]
+    fn _limit(&self, timeout: Timeout) -> Option<f64> {
+        let timeout = timeout.or(self.timeout);
+        timeout.map(|timeout| timeout.as_secs_f64())
+    }
+
+    /// How many seconds each step of an iteration lasts at most; None for no limit.
+    #[getter]
+    fn _iteration(&self) -> Option<f64> {
+        self.iteration.map(|timeout| timeout.as_secs_f64())
+    }
+
+    /// Of a subscriber its publisher's state and process id, if there is one, and how many frames it
+    /// did not get; of a server the number of its clients.
+    ///
+    /// Raises ``ClosedError``.
+    fn _facts(&self, py: Python<'_>) -> PyResult<(Option<(&'static str, i32)>, u64)> {
+        self.ask(py, |source| match source {
+            Source::Subscriber(subscriber) => {
+                let publisher = subscriber.publisher();
+                let publisher = publisher.map(|it| (word_of(it.state), it.pid));
+                (publisher, subscriber.dropped())
+            }
+            Source::Worker(_) => (None, 0),
+            Source::Server(server) => (None, server.clients() as u64),
+        })
+    }
+
+    /// Waits for the next item.
+    fn _next(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
+        let timeout = timeout.or(self.timeout);
+        self.next_within(py, timeout, timeout)
+    }
+
+    /// The next item, without a wait; if there is none, the error of a wait of ``waited`` seconds.
+    #[pyo3(signature = (waited, /))]
+    fn _last(&self, py: Python<'_>, waited: Limit) -> PyResult<Py<Frame>> {
+        self.next_within(py, Some(Duration::ZERO), waited.0)
+    }
+
+    /// The next item if there is one, else None.
+    fn _try(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
+        let look = |source: &mut Source| Ok(self.look(source, Duration::ZERO).optional()?);
+        let found: Outcome<Option<Item>> = self.ask(py, look)?;
+        found?.map(|found| self.give(py, found)).transpose()
+    }
+
+    /// A descriptor that is readable when a try for an item is worth a call (an epoll descriptor,
+    /// which nests); a server's is so once a second, too. Try until that gives None before waiting on
+    /// the descriptor.
+    ///
+    /// Raises ``ClosedError``.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.ask(py, |source| match source {
+            Source::Subscriber(subscriber) => subscriber.as_fd().as_raw_fd(),
+            Source::Worker(worker) => worker.as_fd().as_raw_fd(),
+            Source::Server(server) => server.as_fd().as_raw_fd(),
+        })
+    }
+
+    /// Closes the link: it takes no more items. Received samples and leases stay valid, and leases can
+    /// still be answered. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check()?;
+        self.shared.end(py);
+        self.context.settle(py)
+    }
+
+    fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// The next item. The iteration ends when the publisher closes gracefully, when the queue is shut
+    /// down and its jobs are done, or when it closes gracefully.
+    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
+        let is_graceful = |error: &PyErr| {
+            let said = error.value(py).getattr("graceful");
+            said.and_then(|said| said.is_truthy()).unwrap_or(false)
+        };
+        self.next_within(py, self.iteration, self.iteration)
+            .map_err(|error| match is_graceful(&error) {
+                true => PyStopIteration::new_err(()),
+                false => error,
+            })
+    }
+}
