@@ -5,7 +5,7 @@
 //! and running callbacks are waited for. Threads elsewhere in a call go on until they want the
 //! interpreter: see `thread_exit`.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -23,11 +23,16 @@ use crate::wait::{SLICE, until};
 /// How long the end of the program waits for callbacks.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The upper half is the process, the lower half the number of callbacks that run. A forked child
-/// has none of its parent's threads, so it counts from zero.
-static RUNNING_CALLBACKS: AtomicU64 = AtomicU64::new(0);
-/// The process that ends; 0 for none.
-static EXITING: AtomicU32 = AtomicU32::new(0);
+/// The number of callbacks that run.
+static RUNNING_CALLBACKS: AtomicU32 = AtomicU32::new(0);
+/// Whether this process ends.
+static EXITING: AtomicBool = AtomicBool::new(false);
+
+/// In a forked child, which has none of its parent's threads.
+pub fn begin_anew() {
+    RUNNING_CALLBACKS.store(0, Ordering::SeqCst);
+    EXITING.store(false, Ordering::SeqCst);
+}
 
 /// A callback that runs.
 #[derive(Debug)]
@@ -35,39 +40,26 @@ struct RunningCallback(u32);
 
 impl RunningCallback {
     fn start() -> RunningCallback {
-        let own = std::process::id();
-        let more = |running: u64| {
-            Some(if process_of(running) == own {
-                running + 1
-            } else {
-                u64::from(own) << 32 | 1
-            })
-        };
-        let _ = RUNNING_CALLBACKS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
-        RunningCallback(own)
+        RUNNING_CALLBACKS.fetch_add(1, Ordering::SeqCst);
+        RunningCallback(process::own())
     }
 }
 
 impl Drop for RunningCallback {
     fn drop(&mut self) {
-        let less =
-            |running: u64| (process_of(running) == self.0).then(|| running.saturating_sub(1));
-        let _ = RUNNING_CALLBACKS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+        if self.0 == process::own() {
+            RUNNING_CALLBACKS.fetch_sub(1, Ordering::SeqCst);
+        }
     }
 }
 
-fn process_of(running: u64) -> u32 {
-    (running >> 32) as u32
-}
-
 fn is_callback_running() -> bool {
-    let running = RUNNING_CALLBACKS.load(Ordering::SeqCst);
-    process_of(running) == std::process::id() && running as u32 > 0
+    RUNNING_CALLBACKS.load(Ordering::SeqCst) > 0
 }
 
 /// Whether the program has begun to end: no new call enters the interpreter.
 pub fn has_begun() -> bool {
-    EXITING.load(Ordering::SeqCst) == process::own()
+    EXITING.load(Ordering::SeqCst)
 }
 
 /// Whether a callback runs that will not return any more.
@@ -308,7 +300,7 @@ impl _Running {
 /// ``atexit`` calls this: closes all open endpoints, and waits for running callbacks.
 #[pyfunction]
 fn _end(py: Python<'_>) -> PyResult<()> {
-    EXITING.store(std::process::id(), Ordering::SeqCst);
+    EXITING.store(true, Ordering::SeqCst);
     if let Some(hook) = errors::classes(py)?.bind(py).get_item("_end_quietly")? {
         hook.call0()?;
     }
@@ -324,6 +316,8 @@ pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let said = "warpipe works in the main interpreter only; import it there, or use processes";
         return Err(PyImportError::new_err(said));
     }
+    // Follows forks from now on.
+    process::own();
     module.add_class::<_Running>()?;
     module.add_function(wrap_pyfunction!(_end, module)?)?;
     module.add_function(wrap_pyfunction!(_has_open, module)?)?;

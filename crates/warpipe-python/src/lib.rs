@@ -47,7 +47,10 @@
 //! A new part of the library becomes a module here, a line in `register`, and its classes in
 //! `python/warpipe/__init__.py` and `stubs/types.pyi`.
 #![deny(missing_docs)]
-#![allow(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+#![allow(
+    clippy::too_many_arguments,
+    reason = "keyword arguments, each with a default"
+)]
 
 mod allocations;
 mod array;

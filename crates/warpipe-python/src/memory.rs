@@ -2,7 +2,8 @@
 //! of the library, or a copy on the host. **This module is marked for unsafe**: it copies from
 //! memory by address.
 
-use std::ptr::{self, NonNull};
+use std::cell::UnsafeCell;
+use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,64 +52,47 @@ pub enum MemoryHolder {
 /// Bytes that arrays write. They are accessed by address only, because memory behind a Rust
 /// reference must not change.
 #[derive(Debug)]
-pub struct CopiedBytes {
-    /// Of a boxed slice.
-    bytes: NonNull<[u8]>,
-}
+pub struct CopiedBytes(UnsafeCell<Box<[u8]>>);
 
-// SAFETY: the memory is this value's own; a program that writes it through an array orders that as
-// for any array.
-unsafe impl Send for CopiedBytes {}
-// SAFETY: as above.
+// SAFETY: a program that writes the memory through an array orders that as for any array.
 unsafe impl Sync for CopiedBytes {}
 
 impl CopiedBytes {
     fn new(bytes: Vec<u8>) -> Arc<CopiedBytes> {
-        Arc::new(CopiedBytes {
-            bytes: NonNull::from(Box::leak(bytes.into_boxed_slice())),
-        })
+        Arc::new(CopiedBytes(UnsafeCell::new(bytes.into_boxed_slice())))
     }
 
-    /// The first byte, for reading and writing.
+    /// The first byte, for reading and writing, and the length.
+    fn range(&self) -> (*mut u8, usize) {
+        // SAFETY: the box itself does not change, and a pointer, not a reference, leaves.
+        let bytes: *mut [u8] = unsafe { &raw mut **self.0.get() };
+        (bytes.cast(), bytes.len())
+    }
+
     fn address(&self) -> DevicePtr {
-        self.bytes.as_ptr().expose_provenance() as DevicePtr
+        self.range().0.expose_provenance() as DevicePtr
     }
 
     /// The present contents.
     fn to_vec(&self) -> Vec<u8> {
-        let mut copy = Vec::with_capacity(self.bytes.len());
+        let (first, length) = self.range();
+        let mut copy = Vec::with_capacity(length);
         // SAFETY: so many bytes are there until drop, and the copy has room for them.
         unsafe {
-            ptr::copy_nonoverlapping(
-                self.bytes.as_ptr().cast(),
-                copy.as_mut_ptr(),
-                self.bytes.len(),
-            );
-            copy.set_len(self.bytes.len());
+            ptr::copy_nonoverlapping(first, copy.as_mut_ptr(), length);
+            copy.set_len(length);
         }
         copy
     }
 
     /// As a Python object.
     pub fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        PyBytes::new_with(py, self.bytes.len(), |bytes| {
+        let (first, length) = self.range();
+        PyBytes::new_with(py, length, |bytes| {
             // SAFETY: as long as what is there, and apart from it.
-            unsafe {
-                ptr::copy_nonoverlapping(
-                    self.bytes.as_ptr().cast(),
-                    bytes.as_mut_ptr(),
-                    bytes.len(),
-                )
-            };
+            unsafe { ptr::copy_nonoverlapping(first, bytes.as_mut_ptr(), length) };
             Ok(())
         })
-    }
-}
-
-impl Drop for CopiedBytes {
-    fn drop(&mut self) {
-        // SAFETY: leaked in `new`, taken back here only; every array that was made of it has gone.
-        drop(unsafe { Box::from_raw(self.bytes.as_ptr()) });
     }
 }
 

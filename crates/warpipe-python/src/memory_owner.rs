@@ -108,11 +108,6 @@ impl DeviceMalloc {
             bytes,
         })
     }
-
-    /// The address of the first byte.
-    pub fn ptr(&self) -> DevicePtr {
-        self.ptr
-    }
 }
 
 impl Drop for DeviceMalloc {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use warpipe::{Error, StateFault};
 
 use crate::errors::Outcome;
-use crate::thread_exit;
+use crate::{interpreter_exit, thread_exit};
 
 /// The number of this process; 0 before it is asked for.
 static OWN: AtomicU32 = AtomicU32::new(0);
@@ -28,7 +28,7 @@ pub fn own() -> u32 {
 fn follow_forks() {
     static FOLLOWED: Once = Once::new();
     FOLLOWED.call_once(|| {
-        // SAFETY: the function is async-signal-safe: a system call and a store. It stays valid, for
+        // SAFETY: the function is async-signal-safe: a system call and stores. It stays valid, for
         // an extension module of the interpreter is never unloaded.
         let code = unsafe { libc::pthread_atfork(None, None, Some(after_in_child)) };
         assert_eq!(code, 0, "pthread_atfork fails only without memory");
@@ -37,6 +37,7 @@ fn follow_forks() {
 
 extern "C" fn after_in_child() {
     store_own();
+    interpreter_exit::begin_anew();
 }
 
 fn store_own() {

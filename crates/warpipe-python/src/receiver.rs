@@ -304,7 +304,11 @@ impl Receiver {
             kind,
             name: name.to_owned(),
             thing,
-            timeout: if kind == "subscriber" { patience } else { iteration },
+            timeout: if kind == "subscriber" {
+                patience
+            } else {
+                iteration
+            },
             iteration,
             context: CopyContext::new(device.inner, stream, patience),
             shared,
@@ -334,15 +338,15 @@ impl Receiver {
     /// did not get; of a server the number of its clients.
     ///
     /// Raises ``ClosedError``.
-    fn _facts(&self, py: Python<'_>) -> PyResult<(Option<(&'static str, i32)>, u64)> {
+    fn _facts(&self, py: Python<'_>) -> PyResult<(Option<&'static str>, Option<i32>, u64)> {
         self.ask(py, |source| match source {
             Source::Subscriber(subscriber) => {
                 let publisher = subscriber.publisher();
-                let publisher = publisher.map(|it| (word_of(it.state), it.pid));
-                (publisher, subscriber.dropped())
+                let state = publisher.as_ref().map(|it| word_of(it.state));
+                (state, publisher.map(|it| it.pid), subscriber.dropped())
             }
-            Source::Worker(_) => (None, 0),
-            Source::Server(server) => (None, server.clients() as u64),
+            Source::Worker(_) => (None, None, 0),
+            Source::Server(server) => (None, None, server.clients() as u64),
         })
     }
 

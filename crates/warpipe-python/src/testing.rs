@@ -1,13 +1,9 @@
 //! Private to the tests and the benchmark of this package. **This module is marked for unsafe**: it
 //! launches kernels on memory that the caller names.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::prelude::*;
-use warpipe::backend::StreamOp;
 use warpipe::{DType, Layout};
 
 use crate::detached::call;
@@ -149,80 +145,9 @@ fn _allocate_plain(py: Python<'_>, nbytes: u64, device: Device) -> PyResult<Py<V
     Py::new(py, View::of("the allocation", malloc)?)
 }
 
-/// Fills the launch queue of ``stream`` on a thread of its own, until it is dropped: a call that
-/// gives the stream more work, or queries it, then blocks as long as the stream waits.
-#[pyclass(frozen, module = "warpipe", name = "_Filler")]
-#[derive(Debug)]
-struct Filler {
-    given: Arc<AtomicU64>,
-    ends: Arc<AtomicBool>,
-    thread: i32,
-}
-
-#[pymethods]
-impl Filler {
-    #[new]
-    fn new(stream: &Bound<'_, Stream>) -> PyResult<Filler> {
-        let stream = stream.get().inner()?.clone();
-        let word = DeviceMalloc::allocate(stream.device(), 8)?;
-        let (given, ends) = (
-            Arc::new(AtomicU64::new(0)),
-            Arc::new(AtomicBool::new(false)),
-        );
-        let (tell, told) = channel();
-        let (counted, ended) = (given.clone(), ends.clone());
-        let fill = move || {
-            // SAFETY: takes nothing.
-            let _ = tell.send(unsafe { libc::gettid() });
-            let writes = [StreamOp::Signal {
-                word: word.ptr(),
-                value: 1,
-            }];
-            let write = || {
-                // SAFETY: the stream is live while this thread holds it, and the word until the
-                // stream is idle.
-                unsafe { stream.device().backend().batch(stream.raw(), &writes) }
-            };
-            while !ended.load(Ordering::Relaxed) && write().is_ok() {
-                counted.fetch_add(1, Ordering::Relaxed);
-            }
-            if stream.synchronize(Duration::from_secs(60)).is_err() {
-                std::mem::forget(word);
-            }
-        };
-        std::thread::Builder::new()
-            .name("warpipe-filler".into())
-            .spawn(fill)?;
-        Ok(Filler {
-            given,
-            ends,
-            thread: told.recv().unwrap_or_default(),
-        })
-    }
-
-    /// The thread that fills the queue.
-    #[getter]
-    fn thread(&self) -> i32 {
-        self.thread
-    }
-
-    /// How much work it has given the stream.
-    #[getter]
-    fn given(&self) -> u64 {
-        self.given.load(Ordering::Relaxed)
-    }
-}
-
-impl Drop for Filler {
-    fn drop(&mut self) {
-        self.ends.store(true, Ordering::Relaxed);
-    }
-}
-
 /// Adds the functions to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Adder>()?;
-    module.add_class::<Filler>()?;
     module.add_function(wrap_pyfunction!(_skip_waits, module)?)?;
     module.add_function(wrap_pyfunction!(_slow_fill, module)?)?;
     module.add_function(wrap_pyfunction!(_allocate_plain, module)?)?;

@@ -22,6 +22,7 @@ domain, where = sys.argv[1:]
 both = dict(domain=domain, device=where)
 stream, other = warpipe.Stream(where), warpipe.Stream(where)
 _warpipe._preload(stream)
+fills, ends, given = warpipe.Publisher("fills", **both).loan((8,), "uint64"), threading.Event(), 0
 owner, timeline = warpipe.Timeline.create("gate", **both), warpipe.Timeline.create("t", **both)
 gate, opened = warpipe.Timeline.open("gate", **both), warpipe.Timeline.open("t", **both)
 
@@ -70,6 +71,14 @@ def meanwhile(work):
     thread.start()
     while not is_held_up(thread.native_id):
         time.sleep(0.001)
+
+
+def fill_up():
+    '''Gives the stream work until there is no more room for it, and until it is told to end.'''
+    global given
+    while not ends.is_set():
+        _warpipe._slow_fill(fills, stream, 1, 0.0)
+        given += 1
 
 
 def given_up(name):
@@ -141,12 +150,13 @@ ROWS = {
 }
 
 FILL = """
-filler = _warpipe._Filler(stream)
+filler = threading.Thread(target=fill_up, daemon=True)
+filler.start()
 # Full, when the thread that fills it gets no further.
 before = same = 0
-while filler.given < FULL or same < 50 or not is_held_up(filler.thread):
-    same = same + 1 if filler.given == before else 0
-    before = filler.given
+while given < FULL or same < 50 or not is_held_up(filler.native_id):
+    same = same + 1 if given == before else 0
+    before = given
     time.sleep(0.001)
 """
 
@@ -184,7 +194,8 @@ was_held_up = not ended.is_set()
 owner.signal(1)
 assert ended.wait(60), "the call does not return"
 assert not faults, faults
-del filler
+ends.set()
+filler.join()
 print("held" if was_held_up else "at once")
 """
 
@@ -322,7 +333,8 @@ else:
     assert held.wait(60), "the other call does not return"
     assert not faults, faults
     exec(after)
-del filler
+ends.set()
+filler.join()
 """
 
 

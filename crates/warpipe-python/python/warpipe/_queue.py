@@ -183,7 +183,7 @@ class Queue(_warpipe._Jobs):
         return self._memory_in_use
 
 
-class Worker(Receiver):
+class Worker(Receiver[_warpipe.Lease]):
     """Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or ``async for``.
 
     ``device``: the device it works with, and of the results' memory (default: the first GPU, else the host). ``wait``:
@@ -325,7 +325,7 @@ class Client(_warpipe._Jobs):
         self._wait_for("server", count, timeout)
 
 
-class Server(Receiver):
+class Server(Receiver[_warpipe.Lease]):
     """Takes the requests of all clients of a service, together with its other servers, and answers each, a ``Lease``:
     ``for request in Server("embed"):``, ``accept()``, or ``async for``. It finds new clients by itself.
 
@@ -357,8 +357,9 @@ class Server(Receiver):
         stream: _StreamLike | None = None,
     ) -> Self:
         place = (service, domain, device, None, timeout, spin, handshake_timeout, stream)
-        answers = {"answer_timeout": answer_timeout, "memory_limit": memory_limit}
-        return super().__new__(cls, "server", *place, **answers, clients_max=clients_max)
+        return super().__new__(
+            cls, "server", *place, answer_timeout=answer_timeout, memory_limit=memory_limit, clients_max=clients_max
+        )
 
     @property
     def service(self) -> str:
@@ -371,7 +372,8 @@ class Server(Receiver):
 
         Raises ``ClosedError``.
         """
-        return self._facts()[1]
+        clients: int = self._facts()[2]
+        return clients
 
     def accept(self, timeout: _Timeout = ...) -> _warpipe.Lease:
         """Waits for the next request of any client, at most ``timeout`` seconds (default: the server's; None: no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from . import _warpipe
 from ._errors import PeerGoneError
@@ -14,16 +14,26 @@ if TYPE_CHECKING:
     from ._warpipe import _DeviceLike, _DomainLike, _StreamLike, _Timeout
 
 
-class Receiver(_warpipe._Receiver):
+_Item = TypeVar("_Item")
+
+
+class Receiver(_warpipe._Receiver, Generic[_Item]):
     """From which ``async for`` takes, and which an ``async with`` block closes."""
 
-    async def _next_async(self, timeout: _Timeout = ...) -> Any:
+    if TYPE_CHECKING:
+
+        def _next(self, timeout: _Timeout) -> _Item: ...
+        def _last(self, waited: float | None, /) -> _Item: ...
+        def _try(self) -> _Item | None: ...
+        def __next__(self) -> _Item: ...
+
+    async def _next_async(self, timeout: _Timeout = ...) -> _Item:
         return await next_of(self, self._try, self._last, self._limit(timeout))
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> _Item:
         """The next item; the iteration ends where the one without ``async`` does."""
         try:
             return await self._next_async(self._iteration)
@@ -39,7 +49,7 @@ class Receiver(_warpipe._Receiver):
         self.close()
 
 
-class Subscriber(Receiver):
+class Subscriber(Receiver[_warpipe.Sample]):
     """Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``,
     ``receive()``, or ``async for``.
 
@@ -88,8 +98,8 @@ class Subscriber(Receiver):
 
         Raises ``ClosedError``.
         """
-        publisher, _ = self._facts()
-        return publisher[0] if publisher else None
+        state: PeerState | None = self._facts()[0]
+        return state
 
     @property
     def publisher_pid(self) -> int | None:
@@ -97,8 +107,8 @@ class Subscriber(Receiver):
 
         Raises ``ClosedError``.
         """
-        publisher, _ = self._facts()
-        return publisher[1] if publisher else None
+        pid: int | None = self._facts()[1]
+        return pid
 
     @property
     def dropped(self) -> int:
@@ -106,7 +116,8 @@ class Subscriber(Receiver):
 
         Raises ``ClosedError``.
         """
-        return self._facts()[1]
+        dropped: int = self._facts()[2]
+        return dropped
 
     def receive(self, timeout: _Timeout = ...) -> _warpipe.Sample:
         """Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: no limit).
