@@ -5,7 +5,8 @@ use std::sync::{Arc, Weak};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::errors::Fault;
+use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
 use crate::interpreter_exit::Endpoint;
 use crate::process::Home;
 
@@ -78,5 +79,33 @@ impl Named {
         Closeable::of(endpoint).add_subclass(Named {
             name: name.to_owned(),
         })
+    }
+}
+
+/// The base of a watch that Python makes of other calls.
+#[pyclass(frozen, subclass, extends = Named, module = "warpipe", name = "_Bare")]
+#[derive(Debug)]
+pub struct Bare {
+    handle: CloseableHandle<()>,
+}
+
+impl Bare {
+    /// An error once it is closed.
+    pub fn check(&self) -> Outcome<()> {
+        self.handle.get().map(drop)
+    }
+}
+
+#[pymethods]
+impl Bare {
+    #[new]
+    fn new(name: &str) -> PyResult<PyClassInitializer<Bare>> {
+        let handle = CloseableHandle::new("watch", name, ())?;
+        Ok(handle.named().add_subclass(Bare { handle }))
+    }
+
+    /// Raises ``ClosedError``.
+    fn _check(&self) -> PyResult<()> {
+        Ok(self.check()?)
     }
 }

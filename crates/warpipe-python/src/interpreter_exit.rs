@@ -291,6 +291,12 @@ impl _Running {
         (!has_begun()).then(|| _Running(Mutex::new(Some(running))))
     }
 
+    /// Calls a function, unless the program ends. An exception goes to ``sys.unraisablehook``.
+    #[staticmethod]
+    fn call(function: Py<PyAny>, argument: Py<PyAny>) {
+        Callback::new(function).call(argument);
+    }
+
     fn end(&self) {
         let running = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(running);

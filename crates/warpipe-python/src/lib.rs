@@ -18,7 +18,7 @@
 //! | `lease` | what workers and servers take |
 //! | `future` | `JobHandle` and `Pending`: the outcome of a job or a request |
 //! | `receiver` | common to subscribers, workers and servers |
-//! | `weights`, `weights_publish`, `weights_watch` | model weights: read, kept; published; new versions |
+//! | `weights`, `weights_publish` | model weights: read, kept; published |
 //! | `memory` | the memory behind arrays, and its release |
 //! | `array`, `buffer`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
 //! | `torch_allocator` | this package's memory in PyTorch's caching allocator |
@@ -39,7 +39,7 @@
 //!
 //! Names and texts of queues, clients, workers and servers are in `python/warpipe/_queue.py`, those of
 //! subscribers in `_receivers.py`, over `jobs` and `receiver`. What calls Python alone is in Python, too, and set on the classes at import:
-//! `_arrays.py`, `_futures.py`, `_members.py`, `_objects.py`, `weights.py`. So are the words for what
+//! `_arrays.py`, `_futures.py`, `_members.py`, `_objects.py`, `weights.py`; the watch of weights is `_watch.py`. So are the words for what
 //! cannot be sent, and names: `_devices.py`, `_dtypes.py`, `_metadata.py`, `_tensors.py`. Iterations
 //! are native, and a method in Python returns
 //! at once what a native wait gave it: a signal's handler that runs in between would lose that.
@@ -106,7 +106,6 @@ mod view;
 mod wait;
 mod weights;
 mod weights_publish;
-mod weights_watch;
 
 use pyo3::prelude::*;
 
@@ -141,7 +140,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
         shared_memory::SharedMemory, ticket::Ticket, legacy::LegacyHandle, legacy::LegacyMemory,
         pool::Pool, pool::Buffer, pool::PoolClient, pool::LentBuffer, jobs::Jobs, future::Future,
         future::JobHandle, job::Result, job::Results, job::Watch, lease::Lease,
-        lease::Output, future::Pending, weights_watch::Watch
+        lease::Output, future::Pending, closeable::Bare
     );
     module.add_function(wrap_pyfunction!(wait::_check_seconds, module)?)?;
     allocations::register(module)?;

@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyList};
 use warpipe::weights::{self, TensorInfo};
 use warpipe::{Error, HandshakeFault, OpenOptions, Wait};
 
-use crate::closeable::Named;
+use crate::closeable::{Bare, Named};
 use crate::detached::call;
 use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
@@ -34,6 +34,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PublishedWeights>()?;
     module.add_function(wrap_pyfunction!(_publish_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_open_weights, module)?)?;
+    module.add_function(wrap_pyfunction!(_version_after, module)?)?;
     module.add_function(wrap_pyfunction!(_keep_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_verify_weights, module)?)
 }
@@ -44,7 +45,7 @@ pub const LOOK: Duration = Duration::from_secs(1);
 
 /// Whether a wait for a keeper, or for its version, goes on after this error: there is none yet, or
 /// the keeper ends, or is stopped.
-pub fn is_for_now(error: &Error) -> bool {
+fn is_for_now(error: &Error) -> bool {
     matches!(
         error,
         Error::NotFound { .. }
@@ -161,18 +162,13 @@ pub struct Version {
 
 impl Version {
     /// Of opened weights. Call without the interpreter.
-    pub fn of(place: Place, opened: weights::SharedWeights) -> Version {
+    fn of(place: Place, opened: weights::SharedWeights) -> Version {
         let owner = owner_of(place.domain.path(), opened);
         Version { place, owner }
     }
 
-    /// Its number.
-    pub fn number(&self) -> u64 {
-        weights_of(&self.owner).info().version
-    }
-
     /// As a Python object.
-    pub fn into_python(self, py: Python<'_>) -> PyResult<Bound<'_, SharedWeights>> {
+    fn into_python(self, py: Python<'_>) -> PyResult<Bound<'_, SharedWeights>> {
         let Version { place, owner } = self;
         let weights = weights_of(&owner);
         let (opened, nbytes) = (weights.info().version, weights.info().bytes);
@@ -547,19 +543,47 @@ impl PublishedWeights {
     }
 }
 
-/// Opens a version after number ``after``.
+/// Opens a version after number ``after``, for a ``watch`` while that is open; with ``or_none`` None
+/// if there is none for now.
 #[pyfunction]
+#[pyo3(signature = (name, device, domain, wait, after = 0, watch = None, or_none = false))]
 fn _open_weights<'py>(
     py: Python<'py>,
     name: &str,
     device: Option<Device>,
     domain: Option<Domain>,
     wait: WaitLimit,
-) -> PyResult<Bound<'py, SharedWeights>> {
+    after: u64,
+    watch: Option<Py<Bare>>,
+    or_none: bool,
+) -> PyResult<Option<Bound<'py, SharedWeights>>> {
     let place = Place::of(name, device, domain)?;
-    let opened = place.open_after(py, 0, wait.0, || Ok(()))?;
-    let opened = opened.map_err(Fault::from)?;
-    hand_over(py, opened, drop)?.into_python(py)
+    let goes_on = || watch.as_ref().map_or(Ok(()), |watch| watch.get().check());
+    match place.open_after(py, after, wait.0, goes_on)? {
+        Err(error) if or_none && is_for_now(&error) => Ok(None),
+        opened => {
+            let opened = hand_over(py, opened.map_err(Fault::from)?, drop)?;
+            opened.into_python(py).map(Some)
+        }
+    }
+}
+
+/// The number of a version after ``after``, waited for ``LOOK`` at most; None if there is none for now.
+#[pyfunction]
+fn _version_after(
+    py: Python<'_>,
+    name: &str,
+    device: Option<Device>,
+    domain: Option<Domain>,
+    after: u64,
+) -> PyResult<Option<u64>> {
+    let place = Place::of(name, device, domain)?;
+    let options = place.options();
+    let found = py.detach(|| weights::SharedWeights::version_after(name, after, options, LOOK));
+    match found {
+        Err(error) if is_for_now(&error) => Ok(None),
+        found => Ok(Some(found.map_err(Fault::from)?)),
+    }
 }
 
 /// Claims a name, and asks the processes that hold a version of it.

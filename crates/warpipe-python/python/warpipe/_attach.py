@@ -130,7 +130,8 @@ def copy_into(
 
 
 def _opened(name: str | SharedWeights, device: Any, domain: Any, wait: float | None) -> SharedWeights:
-    return _warpipe._open_weights(name, device, domain, wait) if isinstance(name, str) else name
+    shared: SharedWeights = _warpipe._open_weights(name, device, domain, wait) if isinstance(name, str) else name
+    return shared
 
 
 class _Found:

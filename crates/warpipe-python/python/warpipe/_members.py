@@ -1,4 +1,4 @@
-"""What watches of members and of weights can do beside the native half: wait in an event loop."""
+"""What watches of members can do beside the native half: wait in an event loop."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ async def next_change(self: Any) -> Any:
 
 
 def _complete() -> None:
-    """Gives the native classes these methods."""
-    for watch in (_warpipe.Members, _warpipe.Watch):
-        one: Any = watch
-        one.changes_async, one.__aiter__, one.__anext__ = changes_async, lambda self: self, next_change
+    """Gives the native class these methods."""
+    members: Any = _warpipe.Members
+    members.changes_async, members.__aiter__, members.__anext__ = changes_async, lambda self: self, next_change
 
 
 _complete()

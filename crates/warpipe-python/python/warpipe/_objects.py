@@ -44,7 +44,7 @@ _NEXT: dict[type, str] = {
     _warpipe.Keeper: "keep the name in one process",
     _warpipe.PublishedWeights: "send its name and version, and open the weights there",
     _warpipe.SharedWeights: "open them in the other process: `warpipe.weights.open(name)`",
-    _warpipe.Watch: "watch the name in the other process",
+    _warpipe._Bare: "watch the name in the other process",
     _warpipe._Future: "wait for its outcome here, and send a copy of that: numpy.array(handle.result())",
     _warpipe._Tensor: "send it by a Publisher or a Queue, or pickle a copy, for example `.numpy().copy()`",
 }

@@ -768,6 +768,9 @@ class _Running:
     @staticmethod
     def begin() -> _Running | None:
         """None once the program ends: then no callback begins."""
+    @staticmethod
+    def call(function: Callable[[Any], object], argument: Any) -> None:
+        """Calls a function, unless the program ends. An exception goes to ``sys.unraisablehook``."""
     def end(self) -> None: ...
 
 @final
@@ -2015,45 +2018,11 @@ class PublishedWeights(_Named):
         """
     def __reduce__(self) -> Never: ...
 
-@final
-class Watch(_Named):
-    """New versions of weights, as they are offered: ``for weights in watch(name):``, ``async for``, or
-    with a callback.
-
-    ``warpipe.weights.watch`` makes it. Each version is given out as ``SharedWeights``: all of it. If
-    several were published meanwhile, the newest one is, and the others are left out. A watch holds no
-    memory.
-    """
-    def __new__(
-        cls,
-        name: str,
-        *,
-        device: _DeviceLike | None = None,
-        domain: _DomainLike | None = None,
-        after: int = 0,
-        on: Callable[[SharedWeights], object] | None = None,
-    ) -> Self: ...
-    def changes(self, timeout: float | None = 10.0) -> SharedWeights | None:
-        """The next version, waited for at most ``timeout`` seconds (None: no limit), also while there is
-        no keeper; None if there was none. An interrupted wait loses no version.
-
-        Raises ``ArgumentError`` if this watch has a callback, which gets the versions;
-        ``ClosedError``, and as ``open``.
-        """
-    def changes_async(self, timeout: float | None = 10.0) -> Coroutine[Any, Any, SharedWeights | None]:
-        """Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it loses none.
-
-        Raises as ``changes``.
-        """
-    def fileno(self) -> int:
-        """A descriptor that is readable while ``changes`` has a version. Only poll it.
-
-        Raises ``ClosedError``.
-        """
-    def __iter__(self) -> Self: ...
-    def __next__(self) -> SharedWeights: ...
-    def __aiter__(self) -> Self: ...
-    async def __anext__(self) -> SharedWeights: ...
+@disjoint_base
+class _Bare(_Named):
+    """The base of a watch that Python makes of other calls."""
+    def __new__(cls, name: str) -> Self: ...
+    def _check(self) -> None: ...
     def __reduce__(self) -> Never: ...
 
 def _publish_weights(
@@ -2073,9 +2042,19 @@ def _publish_weights(
     where they lie, and the seconds of each step.
     """
 def _open_weights(
-    name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None
-) -> SharedWeights:
-    """Opens a version after number ``after``."""
+    name: str,
+    device: _DeviceLike | None,
+    domain: _DomainLike | None,
+    wait: float | None,
+    after: int = 0,
+    watch: _Bare | None = None,
+    or_none: bool = False,
+) -> Any:
+    """Opens a version after number ``after``, for a ``watch`` while that is open; with ``or_none`` None
+    if there is none for now.
+    """
+def _version_after(name: str, device: _DeviceLike | None, domain: _DomainLike | None, after: int) -> int | None:
+    """The number of a version after ``after``, waited for ``LOOK`` at most; None if there is none for now."""
 def _keep_weights(
     name: str, domain: _DomainLike | None, allow_uids: Sequence[int], allow_gids: Sequence[int]
 ) -> Keeper:

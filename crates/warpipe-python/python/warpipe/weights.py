@@ -26,7 +26,8 @@ from . import _warpipe
 from ._attach import _giving, _tensors, attach, copy_into
 from ._errors import ArgumentError, CopyWarning, NotATensorError
 from ._tensors import IN_PLACE, is_lazy, like
-from ._warpipe import Follower, Keeper, PublishedWeights, SharedWeights, Watch
+from ._warpipe import Follower, Keeper, PublishedWeights, SharedWeights
+from ._watch import Watch
 
 __all__ = [
     "Follower",
@@ -58,7 +59,8 @@ def open(name: str, *, device: Any = None, domain: Any = None, wait: float | Non
     Raises ``NotFoundError`` when no keeper has the name, ``TimeoutError`` when it offers no version,
     ``InvalidNameError``, ``OtherKindError``, ``AccessDeniedError``, ``DeviceError``.
     """
-    return _warpipe._open_weights(name, device, domain, wait)
+    shared: SharedWeights = _warpipe._open_weights(name, device, domain, wait)
+    return shared
 
 
 def load(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> dict[str, Any]:
