@@ -2,22 +2,21 @@
 //! their address, and reads memory that other frameworks name.
 
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use warpipe::backend::{DevicePtr, Rows};
-use warpipe::{Layout, SlotHold, Stream};
+use warpipe::{SlotHold, Stream};
 use warpipe_dlpack::{
     CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, DLManagedTensor, DLManagedTensorVersioned,
-    Exported, Imported, Refusal, to_legacy,
+    Elements, Exported, Imported, Refusal, to_legacy,
 };
 
 use crate::arguments::{out, out_object};
 use crate::call::call;
-use crate::warpipe_status::WARPIPE_LIMIT_REACHED;
 use crate::{
-    Failure, LoanKind, MemoryKind, OnDevice, Received, Result, handle, layout_of, run,
-    warpipe_layout, warpipe_loan, warpipe_memory, warpipe_sample, warpipe_status,
+    Failure, MemoryKind, OnDevice, Received, Result, handle, layout_of, run, warpipe_layout,
+    warpipe_loan, warpipe_memory, warpipe_sample, warpipe_status,
 };
 
 impl From<Refusal> for Failure {
@@ -166,123 +165,41 @@ unsafe fn export_memory(
 /// How a structure of DLPack is read.
 type Import<M> = unsafe fn(NonNull<M>) -> Result<Imported, Refusal>;
 
-/// A tensor of another framework: its structure, read and checked. The tensor stays the caller's.
+/// A tensor of another framework: its device and elements, read and checked. The tensor stays the
+/// caller's.
 ///
 /// # Safety
 /// `tensor` is null or the address of a valid tensor of DLPack.
-unsafe fn read<M>(tensor: *const M, import: Import<M>) -> Result<Borrowed> {
+unsafe fn read<M>(tensor: *const M, import: Import<M>) -> Result<(DLDevice, Elements)> {
     let tensor = NonNull::new(tensor.cast_mut()).ok_or_else(|| Failure::null("tensor"))?;
-    // SAFETY: the caller's promise.
-    Borrowed::of(unsafe { import(tensor) }?)
+    // SAFETY: the caller's promise. The caller keeps the tensor, and calls its deleter.
+    let found = ManuallyDrop::new(unsafe { import(tensor) }?);
+    let elements = Elements::of(
+        found.dtype(),
+        found.shape(),
+        found.strides(),
+        found.address(),
+    )?;
+    Ok((found.device(), elements))
 }
 
-/// The contents of a foreign tensor, which its owner keeps.
-#[derive(Debug)]
-struct Borrowed {
-    device: DLDevice,
-    /// The address of the first byte, and the layout from there.
-    lowest: DevicePtr,
-    layout: Layout,
-    /// The same elements in row-major order.
-    packed: Layout,
-}
-
-impl Borrowed {
-    fn of(imported: Imported) -> Result<Borrowed> {
-        // The caller keeps the tensor, and calls its deleter.
-        let imported = std::mem::ManuallyDrop::new(imported);
-        let (dtype, shape, strides) = (imported.dtype(), imported.shape(), imported.strides());
-        let packed = Layout::contiguous(dtype, shape)?;
-        // How far the elements reach before the one with all indices 0.
-        let before = shape.iter().zip(strides).map(|(&length, &stride)| {
-            let steps = i128::from(length.saturating_sub(1));
-            (i128::from(stride) * steps).min(0)
-        });
-        let before = before.sum::<i128>().unsigned_abs() * u128::from(dtype.bytes());
-        let offset = if packed.bytes() == 0 { 0 } else { before };
-        let lowest = u64::try_from(offset)
-            .ok()
-            .and_then(|offset| Some((offset, imported.address().checked_sub(offset)?)));
-        let (offset, lowest) = lowest
-            .ok_or_else(|| Failure::input("its elements reach before the first address".into()))?;
-        Ok(Borrowed {
-            device: imported.device(),
-            lowest,
-            layout: Layout::strided(dtype, shape, strides, offset)?,
-            packed,
-        })
-    }
-
-    /// Refuses a tensor that the device of `stream` does not reach.
-    fn check_place(&self, stream: &Stream) -> Result<bool> {
-        let own = DLDevice::of(stream.device());
-        let on_host = matches!(self.device.device_type, CPU | CUDA_HOST);
-        let same_gpu = matches!(self.device.device_type, CUDA | CUDA_MANAGED)
-            && own.device_type == CUDA
-            && own.device_id == self.device.device_id;
-        if on_host || same_gpu {
-            return Ok(on_host);
+/// Whether a tensor's device is the host. Refuses one that `stream` does not reach.
+fn is_on_host(device: DLDevice, stream: &Stream) -> Result<bool> {
+    let DLDevice {
+        device_type,
+        device_id,
+    } = device;
+    let own = DLDevice::of(stream.device());
+    let is_same_gpu = own.device_type == CUDA && own.device_id == device_id;
+    match device_type {
+        CPU | CUDA_HOST => Ok(true),
+        CUDA | CUDA_MANAGED if is_same_gpu => Ok(false),
+        _ => {
+            let found = format!("on DLPack device type {device_type}, number {device_id}");
+            let own = stream.device();
+            let allowed = format!("one on the host, or on {own} of this endpoint");
+            Err(Failure::argument("tensor", found, allowed))
         }
-        let DLDevice {
-            device_type,
-            device_id,
-        } = self.device;
-        let found = format!("on DLPack device type {device_type}, number {device_id}");
-        let allowed = format!(
-            "one on the host, or on {} of this endpoint",
-            stream.device()
-        );
-        Err(Failure::argument("tensor", found, allowed))
-    }
-
-    /// Enqueues the copy of all elements into a loan's slot, which has the layout `packed`. Of a
-    /// tensor on the host nothing is read after the return.
-    ///
-    /// # Safety
-    /// The tensor's memory is readable, on a GPU until the stream has done the copy.
-    unsafe fn copy_into(&self, loan: &mut LoanKind, stream: &Stream) -> Result<()> {
-        if self.packed.bytes() == 0 {
-            return Ok(());
-        }
-        if !self.check_place(stream)? {
-            // Before the copy, of which the driver may take a part alone.
-            loan.stay_behind(stream);
-            // SAFETY: the slot is the loan's alone and as long as its layout; the caller promises
-            // the tensor.
-            unsafe {
-                stream.copy_elements(loan.slot_ptr(), &self.packed, self.lowest, &self.layout)
-            }?;
-            return Ok(());
-        }
-        // SAFETY: the caller's promise.
-        unsafe { self.with_host_bytes(|bytes| loan.write(stream, bytes)) }
-    }
-
-    /// Passes the elements in row-major order to `work`.
-    ///
-    /// # Safety
-    /// The tensor is on the host and readable.
-    unsafe fn with_host_bytes<R>(&self, work: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
-        let length = self.packed.bytes() as usize;
-        if self.layout.is_contiguous() {
-            let first = std::ptr::with_exposed_provenance(self.lowest as usize);
-            // SAFETY: contiguous, so that its bytes are these; the caller's promise.
-            return work(unsafe { std::slice::from_raw_parts(first, length) });
-        }
-        let mut bytes: Vec<u8> = Vec::new();
-        if bytes.try_reserve_exact(length).is_err() {
-            let said = format!("this process has no room for a copy of {length} bytes");
-            return Err(Failure::Own(WARPIPE_LIMIT_REACHED, said));
-        }
-        let to = bytes.as_mut_ptr().expose_provenance() as DevicePtr;
-        let rows = Rows::between(to, &self.packed, self.lowest, &self.layout)?;
-        // SAFETY: the vector has room for the packed elements, and all of them are written; the
-        // tensor is the caller's promise.
-        unsafe {
-            rows.copy();
-            bytes.set_len(length);
-        }
-        work(&bytes)
     }
 }
 
@@ -322,8 +239,8 @@ unsafe fn get_layout<M>(
 ) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promises.
-        let (place, tensor) = unsafe { (out("layout", layout)?, read(tensor, import)?) };
-        place.put(warpipe_layout::of(&tensor.packed));
+        let (place, (_, found)) = unsafe { (out("layout", layout)?, read(tensor, import)?) };
+        place.put(warpipe_layout::of(&found.packed()?));
         Ok(())
     })
 }
@@ -372,14 +289,26 @@ unsafe fn write_loan<M>(
 ) -> warpipe_status {
     call(loan, |lent| {
         // SAFETY: the caller's promise.
-        let tensor = unsafe { read(tensor, import) }?;
-        let (found, wanted) = (&tensor.packed, lent.layout());
+        let (device, elements) = unsafe { read(tensor, import) }?;
+        let (found, wanted) = (elements.packed()?, *lent.layout());
         if found != wanted {
             let allowed = format!("{wanted:?}, the loan's layout");
             return Err(Failure::argument("tensor", format!("{found:?}"), allowed));
         }
         let OnDevice { object, streams } = &mut **lent;
-        // SAFETY: the caller's promises.
-        unsafe { tensor.copy_into(object, &*streams.get(stream)?) }
+        // SAFETY: the caller's promise.
+        let stream = unsafe { streams.get(stream) }?;
+        if found.bytes() == 0 {
+            return Ok(());
+        }
+        if is_on_host(device, &stream)? {
+            // SAFETY: the caller promises the tensor, of which nothing is read after the return.
+            return object.write(&stream, &unsafe { elements.bytes() }?);
+        }
+        // Before the copy, of which the driver may take a part alone.
+        object.stay_behind(&stream);
+        // SAFETY: the slot is the loan's alone and as long as its layout; the caller promises the
+        // tensor.
+        Ok(unsafe { elements.copy_on(&stream, object.slot_ptr()) }?)
     })
 }

@@ -6,8 +6,9 @@
 //!   the deleter drops the owner.
 //! * [`Imported`] takes either of the two, checked, and calls its deleter when it is dropped.
 //! * [`Refusal`] is the error of both.
+//! * [`Elements`] copies a tensor in row-major order, whatever its strides are.
 //!
-//! Nothing here reads a tensor's elements or orders streams. The memory has to be complete for its
+//! Nothing here orders streams. The memory has to be complete for its
 //! reader, as `__dlpack__` of the array API standard says with its argument `stream`.
 //!
 //! Source: the [DLPack specification](https://dmlc.github.io/dlpack/latest/c_api.html).
@@ -33,6 +34,7 @@
 #![deny(missing_docs)]
 
 mod abi;
+mod elements;
 mod export;
 mod import;
 mod refusal;
@@ -41,6 +43,7 @@ pub use abi::{
     CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDataType, DLDevice, DLManagedTensor,
     DLManagedTensorVersioned, DLPackVersion, DLTensor, FLAG_IS_COPIED, FLAG_READ_ONLY, VERSION,
 };
+pub use elements::Elements;
 pub use export::{Exported, to_legacy};
 pub use import::{Imported, row_major};
 pub use refusal::Refusal;

@@ -1,15 +1,17 @@
 //! Both structures both ways, invalid ones, and the calls of their deleters. Miri runs these tests
 //! too: it finds every wrong address and every leak.
 
+use std::borrow::Cow;
 use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut, without_provenance_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use warpipe::{DType, Device, Layout};
+use warpipe::{DType, Device, Error, Layout};
 use warpipe_dlpack::{
     CPU, CUDA, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion,
-    DLTensor, Exported, FLAG_IS_COPIED, FLAG_READ_ONLY, Imported, Refusal, VERSION, row_major,
+    DLTensor, Elements, Exported, FLAG_IS_COPIED, FLAG_READ_ONLY, Imported, Refusal, VERSION,
+    row_major,
 };
 
 const GPU: DLDevice = DLDevice {
@@ -462,4 +464,60 @@ fn strides_of_a_shape_that_no_memory_has_do_not_overflow() {
     assert_eq!(row_major(&[u64::MAX, u64::MAX, 3]), [i64::MAX, 3, 1]);
     assert_eq!(row_major(&[2, 0, 3]), [3, 3, 1]);
     assert_eq!(row_major(&[]), [0; 0]);
+}
+
+/// The elements of a tensor over `bytes`, with the one of all indices 0 at byte `first`.
+fn elements(bytes: &[u8], shape: &[u64], strides: &[i64], first: usize) -> Elements {
+    let address = bytes.as_ptr().expose_provenance() + first;
+    Elements::of(DType::U8, shape, strides, address as u64).unwrap()
+}
+
+#[test]
+fn elements_in_any_order_are_copied_in_row_major_order() {
+    let bytes: Vec<u8> = (0..24).collect();
+    // Rows 1 and 2, columns 4 and 3 of 4 x 6: the columns run backwards.
+    let crop = elements(&bytes, &[2, 2], &[6, -1], 10);
+    assert_eq!((crop.layout().bytes(), crop.layout().offset()), (8, 1));
+    assert_eq!(crop.packed().unwrap().bytes(), 4);
+    // SAFETY: the bytes stay until the end of this test.
+    unsafe {
+        assert!(matches!(crop.bytes().unwrap(), Cow::Owned(copy) if copy == [10, 9, 16, 15]));
+        let mut copy = [0u8; 4];
+        let to = copy.as_mut_ptr().expose_provenance() as u64;
+        crop.copy_to(to).unwrap();
+        assert_eq!(copy, [10, 9, 16, 15]);
+        let lone = elements(&bytes, &[1, 3], &[-99, 1], 5);
+        assert!(matches!(lone.bytes().unwrap(), Cow::Borrowed([5, 6, 7])));
+    }
+}
+
+#[test]
+fn a_tensor_without_elements_needs_no_memory() {
+    let nothing = Elements::of(DType::F32, &[3, 0], &[-1 << 62, 1], 0).unwrap();
+    assert_eq!((nothing.lowest(), nothing.layout().bytes()), (0, 0));
+    // SAFETY: nothing is read.
+    assert!(unsafe { nothing.bytes() }.unwrap().is_empty());
+}
+
+#[test]
+fn elements_before_the_first_address_or_behind_the_last_are_refused() {
+    for (shape, stride, address) in [
+        (4, -1, 11),
+        (4, 1, u64::MAX - 8),
+        (2, i64::MIN, 1 << 63),
+        (u64::MAX, i64::MIN, 0),
+    ] {
+        let found = Elements::of(DType::F32, &[shape], &[stride], address);
+        assert!(matches!(found, Err(Error::Argument { .. })), "{found:?}");
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri ends where there is no room")]
+fn a_copy_that_this_process_has_no_room_for_is_an_error() {
+    // One byte in 2^62 places.
+    let everywhere = elements(&[7], &[1 << 62], &[0], 0);
+    // SAFETY: nothing is read before there is room.
+    let refused = unsafe { everywhere.bytes() };
+    assert!(matches!(refused, Err(Error::Limit(_))), "{refused:?}");
 }

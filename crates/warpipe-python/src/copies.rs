@@ -9,12 +9,13 @@ use std::time::Duration;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
+use warpipe::backend::room_for;
+use warpipe_dlpack::Elements;
 
 use crate::detached::OwnStream;
 use crate::device::is_cuda;
 use crate::errors::Outcome;
 use crate::interpreter_exit;
-use crate::rows::{Scattered, room_for};
 use crate::source::{Source, SourceOwner, Wanted};
 use crate::stream::Consumer;
 use crate::wait::{until, waiting};
@@ -261,13 +262,13 @@ pub fn refuse_capture(stream: &warpipe::Stream) -> Outcome<()> {
 enum CopySource {
     /// As it is sent, from this address on.
     Whole(u64),
-    Rows(Box<Scattered>),
+    Rows(Box<Elements>),
 }
 
 /// Copies host rows into a whole target: directly if the target is host memory without pending
 /// work, else through a buffer.
 fn gather(
-    rows: &Scattered,
+    rows: &Elements,
     into: &mut impl Target,
     own: &warpipe::Stream,
     meets: bool,
@@ -276,10 +277,10 @@ fn gather(
         // SAFETY: the source's extent was checked and its owner keeps it for this call; the target
         // is this caller's alone, as long (callers compare the layouts), and on the host, where
         // `own`, behind all that may write it, is done.
-        return unsafe { rows.copy_to(into.lowest()) };
+        return Ok(unsafe { rows.copy_to(into.lowest()) }?);
     }
     // SAFETY: as above.
-    into.write(own, &unsafe { rows.to_vec() }?)
+    into.write(own, &unsafe { rows.bytes() }?)
 }
 
 /// Enqueues the copy of a whole target. If the source overlaps the target, the copy goes through
@@ -312,7 +313,7 @@ fn enqueue(stream: &warpipe::Stream, to: u64, bytes: u64, from: &CopySource) -> 
     unsafe {
         match from {
             CopySource::Whole(lowest) => Ok(stream.copy(to, *lowest, bytes)?),
-            CopySource::Rows(rows) => rows.enqueue(stream, to),
+            CopySource::Rows(rows) => Ok(rows.copy_on(stream, to)?),
         }
     }
 }

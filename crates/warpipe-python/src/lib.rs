@@ -24,7 +24,7 @@
 //! | `torch_allocator` | this package's memory in PyTorch's caching allocator |
 //! | `in_place` | other frameworks' tensors, sent where they lie |
 //! | `tuples` | results of several values |
-//! | `source`, `rows`, `copies`, `dtype`, `metadata` | other frameworks' tensors, to be sent |
+//! | `source`, `copies`, `dtype`, `metadata` | other frameworks' tensors, to be sent |
 //! | `errors`, `wait`, `exclusive`, `process` | exceptions, interruptible waits, threads, forks |
 //! | `detached` | driver calls and drops that may block, without the interpreter |
 //! | `interpreter_exit`, `thread_exit` | the end of the interpreter |
@@ -88,7 +88,6 @@ mod pool;
 mod process;
 mod publisher;
 mod receiver;
-mod rows;
 mod semaphore;
 mod shared_memory;
 mod slot;

@@ -11,13 +11,13 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use warpipe::backend::DevicePtr;
 use warpipe::{Layout, Receipt, Sample, SlotHold};
+use warpipe_dlpack::Elements;
 
 use crate::detached::{DropDetached, call, detached};
 use crate::errors::{Fault, Outcome};
 use crate::memory_owner::{MemoryOwner, download};
 use crate::parts;
 use crate::process::Home;
-use crate::rows::Scattered;
 use crate::stream::{Consumer, Consumers};
 use crate::testing;
 use crate::wait::waiting;
@@ -317,11 +317,13 @@ impl Memory {
         if copied.layout.is_contiguous() {
             return Ok(copied);
         }
-        let scattered = Scattered::new(copied.layout, copied.lowest)?;
+        let elements = Elements::new(copied.layout, copied.lowest);
+        let layout = elements.packed().map_err(Fault::from)?;
         // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their
         // length.
-        let bytes = CopiedBytes::new(py.detach(|| unsafe { scattered.to_vec() })?);
-        let (layout, lowest) = (scattered.packed(), bytes.address());
+        let packed = py.detach(|| unsafe { elements.bytes() }.map_err(Fault::from))?;
+        let bytes = CopiedBytes::new(packed.into_owned());
+        let lowest = bytes.address();
         Ok(Memory {
             layout,
             address: lowest,

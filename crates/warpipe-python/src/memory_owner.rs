@@ -5,14 +5,13 @@ use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::backend::{Access, DevicePtr};
+use warpipe::backend::{Access, DevicePtr, room_for};
 use warpipe::weights::{HeldVersion, SharedWeights};
 
 use crate::copies::{Copies, Target};
 use crate::detached::{OwnStream, detached};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
-use crate::rows::room_for;
 use crate::stream::{Consumer, Consumers};
 use crate::wait::waiting;
 

@@ -12,7 +12,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView, PyType};
 use warpipe::Layout;
 use warpipe::backend::{PointerKind, cuda};
-use warpipe_dlpack::{CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, Imported, VERSION};
+use warpipe_dlpack::{CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, Elements, Imported, VERSION};
 
 mod description;
 mod plain_torch;
@@ -26,7 +26,6 @@ use crate::dlpack;
 use crate::dtype;
 use crate::errors::Fault;
 use crate::memory::Memory;
-use crate::rows::Scattered;
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
 use crate::view::View;
 
@@ -37,7 +36,7 @@ pub struct Source {
     /// The address of its first byte.
     pub lowest: u64,
     /// How it lies, if it has gaps or is not in the order that is sent.
-    pub rows: Option<Box<Scattered>>,
+    pub rows: Option<Box<Elements>>,
     /// The stream that it is read on, in memory of the publisher's device; `None` if the CPU reads it,
     /// in memory of the host.
     pub reader: Option<Consumer>,
@@ -284,13 +283,15 @@ impl<'a> Wanted<'a> {
         reader: Option<Consumer>,
         owner: SourceOwner,
     ) -> PyResult<Source> {
-        let (layout, lowest, must_gather) = described.lie(self)?;
-        let rows = must_gather.then(|| Scattered::new(layout, lowest));
-        let rows = rows.transpose()?.map(Box::new);
+        let (elements, must_gather) = described.lie(self)?;
+        let layout = match must_gather {
+            true => elements.packed().map_err(Fault::from)?,
+            false => *elements.layout(),
+        };
         Ok(Source {
-            layout: rows.as_ref().map_or(layout, |rows| rows.packed()),
-            lowest,
-            rows,
+            layout,
+            lowest: elements.lowest(),
+            rows: must_gather.then(|| Box::new(elements)),
             reader,
             owner,
         })
@@ -321,11 +322,9 @@ impl Source {
 
     /// Whether any of it may lie among the `bytes` from `lowest` on.
     pub fn meets(&self, lowest: u64, bytes: u64) -> bool {
-        let (ours, length) = match &self.rows {
-            Some(scattered) => scattered.extent(),
-            None => (self.lowest, self.layout.bytes()),
-        };
-        ours < lowest.saturating_add(bytes) && lowest < ours.saturating_add(length)
+        let rows = self.rows.as_deref();
+        let length = rows.map_or(&self.layout, Elements::layout).bytes();
+        self.lowest < lowest.saturating_add(bytes) && lowest < self.lowest.saturating_add(length)
     }
 
     /// Its bytes, if they are on the host as they are sent; else none.

@@ -2,8 +2,8 @@
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
-use warpipe::{DType, Layout, RANK_MAX};
-use warpipe_dlpack::{Imported, row_major};
+use warpipe::{DType, RANK_MAX};
+use warpipe_dlpack::{Elements, Imported, row_major};
 
 use super::Wanted;
 use crate::dtype;
@@ -16,16 +16,6 @@ pub(super) struct ArrayDescription {
     /// In elements.
     pub(super) strides: Vec<i64>,
     pub(super) address: u64,
-}
-
-/// The extent of a tensor's elements in memory.
-struct ByteExtent {
-    /// From the element with all indices 0 down to the lowest byte.
-    below: u64,
-    /// From the lowest byte to one past the highest.
-    bytes: u64,
-    /// It has gaps, runs backwards, or is not in the required order.
-    must_gather: bool,
 }
 
 impl ArrayDescription {
@@ -95,71 +85,19 @@ impl ArrayDescription {
         Ok(ArrayDescription::new(dtype, shape, strides, address))
     }
 
-    fn extent(&self, wanted: Wanted<'_>) -> Outcome<ByteExtent> {
-        if self.shape.contains(&0) {
-            return Ok(ByteExtent {
-                below: 0,
-                bytes: 0,
-                must_gather: false,
-            });
-        }
-        let too_far = || Fault::layout("it reaches further than an address can");
-        let width = i128::from(self.dtype.bytes());
-        let (mut low, mut high, mut elements) = (0i128, width, 1i128);
-        for (&length, &stride) in self.shape.iter().zip(&self.strides) {
-            let reach = (i128::from(length - 1) * i128::from(stride)).checked_mul(width);
-            let reach = reach
-                .filter(|reach| reach.unsigned_abs() < 1 << 62)
-                .ok_or_else(too_far)?;
-            if reach < 0 {
-                low += reach
-            } else {
-                high += reach
-            }
-            elements = elements
-                .checked_mul(i128::from(length))
-                .filter(|&n| n < 1 << 62)
-                .ok_or_else(too_far)?;
-        }
+    /// The elements, and whether they are to be gathered: they have gaps, run backwards, or are not
+    /// in the required order.
+    pub(super) fn lie(&self, wanted: Wanted<'_>) -> Outcome<(Elements, bool)> {
+        let elements = Elements::of(self.dtype, &self.shape, &self.strides, self.address)?;
+        let layout = elements.layout();
+        let whole = u128::from(layout.elements()) * u128::from(self.dtype.bytes());
         // A subscriber's DLPack has no negative strides: PyTorch ends the process that imports one.
-        let is_reversed = !wanted.lasting
-            && self
-                .shape
-                .iter()
-                .zip(&self.strides)
-                .any(|(&length, &stride)| length > 1 && stride < 0);
-        let is_turned = wanted.packed && self.strides != row_major(&self.shape);
-        let below = u64::try_from(-low).map_err(|_| too_far())?;
-        let bytes = u64::try_from(high - low)
-            .ok()
-            .filter(|&bytes| bytes < 1 << 62)
-            .ok_or_else(too_far)?;
-        let lowest = self.address.checked_sub(below).ok_or_else(too_far)?;
-        lowest.checked_add(bytes).ok_or_else(too_far)?;
-        Ok(ByteExtent {
-            below,
-            bytes,
-            must_gather: i128::from(bytes) > elements * width || is_reversed || is_turned,
-        })
-    }
-
-    /// The layout of the tensor in a slot that begins with its lowest byte, the address of that,
-    /// and whether it is to be gathered.
-    pub(super) fn lie(&self, wanted: Wanted<'_>) -> Outcome<(Layout, u64, bool)> {
-        let extent = self.extent(wanted)?;
-        let layout = Layout::strided(self.dtype, &self.shape, &self.strides, extent.below)?;
-        if layout.bytes() != extent.bytes {
-            return Err(Fault::layout(format!(
-                "{} bytes, or {}",
-                layout.bytes(),
-                extent.bytes
-            )));
-        }
-        Ok((
-            layout,
-            self.address.wrapping_sub(extent.below),
-            extent.must_gather,
-        ))
+        let mut steps = self.shape.iter().zip(&self.strides);
+        let is_reversed = steps.any(|(&length, &stride)| length > 1 && stride < 0);
+        let must_gather = u128::from(layout.bytes()) > whole
+            || is_reversed && !wanted.lasting
+            || wanted.packed && !layout.is_contiguous();
+        Ok((elements, must_gather))
     }
 }
 

@@ -115,21 +115,38 @@ impl AsRef<[u8]> for HostPiece {
     }
 }
 
+/// An empty vector that has room for so many bytes.
+///
+/// # Errors
+/// [`Error::Limit`] when this process has not.
+#[doc(hidden)] // For the bindings.
+pub fn room_for(bytes: u64) -> Result<Vec<u8>> {
+    let mut room = Vec::new();
+    let reserved = usize::try_from(bytes)
+        .ok()
+        .and_then(|length| room.try_reserve_exact(length).ok());
+    reserved.map(|()| room).ok_or_else(|| {
+        Error::Limit(LimitFault::Device {
+            device: "this process".into(),
+            bytes,
+            detail: String::new(),
+        })
+    })
+}
+
+/// A vector for a copy of device memory: [`room_for`] it, filled with zeros.
+pub(crate) fn zeroed(bytes: u64) -> Result<Vec<u8>> {
+    let mut copy = room_for(bytes)?;
+    copy.resize(bytes as usize, 0);
+    Ok(copy)
+}
+
 /// A copy of ranges to memory that is not page-locked, made by one download each.
 pub(crate) fn copy_at_once(
     ranges: &[(DevicePtr, u64)],
     mut download: impl FnMut(&mut [u8], DevicePtr) -> Result<()>,
 ) -> Result<Box<dyn HostCopy>> {
-    let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>();
-    let mut copy = Vec::new();
-    if copy.try_reserve_exact(bytes as usize).is_err() {
-        return Err(Error::Limit(LimitFault::Device {
-            device: "this process".into(),
-            bytes,
-            detail: String::new(),
-        }));
-    }
-    copy.resize(bytes as usize, 0);
+    let mut copy = zeroed(ranges.iter().map(|(_, bytes)| bytes).sum())?;
     let mut rest = &mut copy[..];
     for &(src, bytes) in ranges {
         let (dst, behind) = std::mem::take(&mut rest).split_at_mut(bytes as usize);

@@ -4,10 +4,10 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crate::backend::{Access, DeviceId, DevicePtr};
+use crate::backend::{Access, DeviceId, DevicePtr, zeroed};
 use crate::debug::opaque_debug;
 use crate::device::Device;
-use crate::error::{Error, LimitFault, Result};
+use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
@@ -261,26 +261,6 @@ pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Re
     let stream = device.stream()?;
     // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
     unsafe { stream.backend().download(stream.raw(), &mut copy, ptr) }?;
-    Ok(copy)
-}
-
-/// A vector for a copy of device memory.
-///
-/// # Errors
-/// [`Error::Limit`] when the host has no room for it.
-pub(crate) fn zeroed(bytes: u64) -> Result<Vec<u8>> {
-    let mut copy = Vec::new();
-    let room = usize::try_from(bytes)
-        .ok()
-        .and_then(|length| copy.try_reserve_exact(length).ok());
-    if room.is_none() {
-        return Err(Error::Limit(LimitFault::Device {
-            device: "this process".into(),
-            bytes,
-            detail: String::new(),
-        }));
-    }
-    copy.resize(bytes as usize, 0);
     Ok(copy)
 }
 

@@ -14,9 +14,9 @@ use self::stamp::FileStamp;
 use super::manifest::read_exact;
 use super::safetensors::TENSORS_MAX;
 use super::safetensors::{self, FileTensor, LENGTH_BYTES};
+use crate::backend::zeroed;
 use crate::error::{Error, Result, WeightsFault, WeightsFileFault};
 use crate::fork::CloseOnForkFd;
-use crate::memory::slice::zeroed;
 use crate::os::above_standard;
 
 /// The most files under one name, each of which takes a descriptor.

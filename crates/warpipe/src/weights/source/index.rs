@@ -9,8 +9,8 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::stamp::FileStamp;
 use super::{of_file, open_regular, unreadable};
+use crate::backend::zeroed;
 use crate::error::{Error, Result, WeightsFileFault};
-use crate::memory::slice::zeroed;
 use crate::weights::manifest::read_exact;
 use crate::weights::safetensors::TENSORS_MAX;
 use crate::weights::safetensors::shortened;
