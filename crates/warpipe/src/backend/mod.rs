@@ -86,6 +86,44 @@ pub(crate) fn out_of_reach(reader: &DeviceInfo, owner: DeviceId, reason: &str) -
     Error::device(DeviceFault::OutOfReach, text)
 }
 
+/// The error of memory that `device` has no room for.
+pub(crate) fn no_room(device: &str, bytes: u64, detail: String) -> Error {
+    let device = device.into();
+    Error::Limit(LimitFault::Device {
+        device,
+        bytes,
+        detail,
+    })
+}
+
+/// The error of a peer's descriptor that is not `wanted`.
+pub(crate) fn not_shareable(wanted: &str, found: impl fmt::Display) -> Error {
+    let text = format!("the descriptor received is not {wanted}: {found}");
+    Error::device(DeviceFault::NotShareable, text)
+}
+
+/// The length of a peer's pieces in all, if each is a multiple of the granularity.
+pub(crate) fn length_of_pieces(
+    fds: &[BorrowedFd<'_>],
+    piece: u64,
+    granularity: u64,
+    wanted: &str,
+) -> Result<u64> {
+    let bytes = piece.checked_mul(fds.len() as u64);
+    let is_whole = |&bytes: &u64| bytes > 0 && piece.is_multiple_of(granularity);
+    bytes.filter(is_whole).ok_or_else(|| {
+        let count = fds.len();
+        let text = format!("{count} pieces of {piece} bytes, not multiples of {granularity}");
+        not_shareable(wanted, text)
+    })
+}
+
+/// `fcntl(F_DUPFD_CLOEXEC)`: a descriptor of memory, numbered from 3 on.
+pub(crate) fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
+    rustix::io::fcntl_dupfd_cloexec(fd, 3)
+        .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a descriptor of memory", e))
+}
+
 mod sealed {
     /// Implemented by this crate's backends only.
     pub trait Sealed {}
@@ -125,13 +163,8 @@ pub fn room_for(bytes: u64) -> Result<Vec<u8>> {
     let reserved = usize::try_from(bytes)
         .ok()
         .and_then(|length| room.try_reserve_exact(length).ok());
-    reserved.map(|()| room).ok_or_else(|| {
-        Error::Limit(LimitFault::Device {
-            device: "this process".into(),
-            bytes,
-            detail: String::new(),
-        })
-    })
+    let full = || no_room("this process", bytes, String::new());
+    reserved.map(|()| room).ok_or_else(full)
 }
 
 /// A vector for a copy of device memory: [`room_for`] it, filled with zeros.
@@ -279,8 +312,8 @@ pub trait Imports {
     /// the region may be without memory, until a later call succeeds.
     ///
     /// # Safety
-    /// `region` came from `import` of this backend with the same `access`, is not
-    /// released, and no enqueued work uses it.
+    /// `region` came from `import` of this backend with the same `access`, is as long as the pieces,
+    /// is not released, and no enqueued work uses it.
     unsafe fn import_over(
         &self,
         region: &mut RawRegion,

@@ -1,11 +1,13 @@
 //! The kind of memory behind an address. A legacy handle can export one kind of them.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::{DeviceId, DevicePtr};
 pub use crate::error::PointerKind;
-use crate::error::{Error, LimitFault, Result};
+use crate::error::{Error, HandleFault, LimitFault, Result};
 
 /// The bytes of a `CUipcMemHandle` or a `CUipcEventHandle`.
 pub type IpcBytes = [u8; 64];
@@ -53,6 +55,12 @@ pub struct PointerInfo {
     pub allocation: u64,
 }
 
+/// The error of a handle of memory that `device` cannot open, as `owner` has it.
+pub(crate) fn wrong_owner(owner: DeviceId, device: DeviceId) -> Error {
+    let (owner, device) = (owner.to_string(), device.to_string());
+    Error::legacy(HandleFault::Device { owner, device })
+}
+
 impl PointerInfo {
     /// Memory that cannot be exported.
     pub(crate) fn of_kind(kind: PointerKind, owner: DeviceId) -> PointerInfo {
@@ -63,6 +71,46 @@ impl PointerInfo {
             bytes: 0,
             allocation: 0,
         }
+    }
+}
+
+/// Legacy memory of other processes that is open here, by its base.
+#[derive(Debug, Default)]
+pub(crate) struct OpenMemory<T>(pub(crate) BTreeMap<DevicePtr, Opening<T>>);
+
+#[derive(Debug)]
+pub(crate) struct Opening<T> {
+    bytes: u64,
+    times: u32,
+    /// What identifies the memory, but for its base.
+    pub(crate) identity: T,
+}
+
+impl<T> OpenMemory<T> {
+    pub(crate) fn has(&self, ptr: DevicePtr) -> bool {
+        let mut before = self.0.range(..=ptr);
+        before.any(|(&base, open)| ptr - base < open.bytes)
+    }
+
+    /// Counts one opening more. Returns the bytes if it is the first one, else 0.
+    pub(crate) fn open(&mut self, base: DevicePtr, bytes: u64, identity: T) -> u64 {
+        let first = Opening {
+            bytes,
+            times: 0,
+            identity,
+        };
+        let open = self.0.entry(base).or_insert(first);
+        open.times += 1;
+        if open.times == 1 { bytes } else { 0 }
+    }
+
+    /// Counts one opening less. Returns the bytes if it was the last one.
+    pub(crate) fn close(&mut self, base: DevicePtr) -> Result<Option<u64>> {
+        let Entry::Occupied(mut entry) = self.0.entry(base) else {
+            return Err(Error::legacy(HandleFault::NotOpen(base)));
+        };
+        entry.get_mut().times -= 1;
+        Ok((entry.get().times == 0).then(|| entry.remove().bytes))
     }
 }
 

@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
 use crate::backend::{
-    Access, DeviceId, DeviceKind, DevicePtr, RawRegion, out_of_reach, unreclaimed,
+    Access, DeviceId, DeviceKind, DevicePtr, RawRegion, not_shareable, out_of_reach, unreclaimed,
 };
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -123,6 +123,13 @@ impl Region {
         owner: DeviceId,
         held: Option<Kept>,
     ) -> Result<()> {
+        if piece.checked_mul(fds.len() as u64) != Some(self.bytes) {
+            let found = format!("{} pieces of {piece} bytes", fds.len());
+            return Err(not_shareable(
+                &format!("{} bytes of memory", self.bytes),
+                found,
+            ));
+        }
         let mut contents = self.contents.locked();
         let (backend, raw) = (self.device.backend(), &mut contents.raw);
         // SAFETY: live as long as self; the rest is the caller's promise.

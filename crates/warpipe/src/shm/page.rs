@@ -201,20 +201,8 @@ impl SharedPage {
     }
 
     fn map_as(fd: BorrowedFd<'_>, bytes: usize, protection: ProtFlags) -> Result<SharedPage> {
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                protection,
-                MapFlags::SHARED,
-                fd,
-                0,
-            )
-        };
-        let base =
-            base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of shared words"), e))?;
-        Ok(SharedPage::of(base.cast(), bytes))
+        let base = host::map(&fd, bytes as u64, protection)?;
+        Ok(SharedPage::of(base as *mut u8, bytes))
     }
 
     fn of(base: *mut u8, bytes: usize) -> SharedPage {

@@ -9,11 +9,12 @@
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 use super::backend::CudaBackend;
-use super::backend::memory::{duplicate, import_error, not_memory, refuse_plain_files};
+use super::backend::memory::{WANTED, import_error, refuse_plain_files};
 use super::sys::Fault;
 use super::sys::*;
 use crate::backend::{
     Access, DeviceId, DeviceKind, DevicePtr, Imports, Ipc, PointerKind, RawRegion, Retained,
+    duplicate, length_of_pieces, not_shareable,
 };
 use crate::error::{Error, Result};
 
@@ -48,11 +49,7 @@ impl Imports for CudaBackend {
         access: Access,
         owner: DeviceId,
     ) -> Result<()> {
-        let bytes = self.check_pieces(fds, piece, owner)?;
-        if bytes != region.bytes {
-            let found = format!("{bytes} bytes instead of {}", region.bytes);
-            return Err(not_memory(found));
-        }
+        self.check_pieces(fds, piece, owner)?;
         let _current = self.enter()?;
         let handles = self.import_handles(fds, piece, owner)?;
         // SAFETY: the caller's promise.
@@ -103,27 +100,12 @@ impl Imports for CudaBackend {
 }
 
 impl CudaBackend {
-    /// The length of all pieces.
-    fn check_pieces(&self, fds: &[BorrowedFd<'_>], piece: u64, owner: DeviceId) -> Result<u64> {
+    fn check_pieces(&self, fds: &[BorrowedFd<'_>], piece: u64, owner: DeviceId) -> Result<()> {
         if owner.kind != DeviceKind::Cuda {
-            return Err(not_memory(format!("memory of device {owner}")));
+            return Err(not_shareable(WANTED, format!("memory of device {owner}")));
         }
-        let bytes = piece
-            .checked_mul(fds.len() as u64)
-            .filter(|&bytes| bytes > 0);
-        let bytes = bytes
-            .filter(|_| piece.is_multiple_of(self.granularity))
-            .ok_or_else(|| {
-                let count = fds.len();
-                not_memory(format!(
-                    "said to be {count} pieces of {piece} bytes, each not a multiple of {}",
-                    self.granularity
-                ))
-            })?;
-        for &fd in fds {
-            refuse_plain_files(fd)?;
-        }
-        Ok(bytes)
+        length_of_pieces(fds, piece, self.granularity, WANTED)?;
+        fds.iter().try_for_each(|&fd| refuse_plain_files(fd))
     }
 
     /// A handle of each descriptor.
@@ -160,10 +142,9 @@ impl CudaBackend {
 
     fn not_a_piece(&self, fault: Fault, piece: u64) -> Error {
         if fault.is(&[CUresult::INVALID_VALUE, CUresult::NOT_SUPPORTED]) {
-            not_memory(format!(
-                "said to be {piece} bytes, which is not its size ({})",
-                fault.words()
-            ))
+            let words = fault.words();
+            let found = format!("said to be {piece} bytes, which is not its size ({words})");
+            not_shareable(WANTED, found)
         } else {
             self.no_room(fault, piece)
         }

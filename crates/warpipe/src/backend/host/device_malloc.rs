@@ -15,24 +15,31 @@ use rustix::io::Errno;
 use rustix::mm::ProtFlags;
 
 use super::memory::{SEALS, check_sealed_memfd, map, sealed_memfd};
-use crate::backend::pointer::{IpcEventCount, kind_outside, mapping_at};
-use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerInfo, PointerKind};
+use super::stream::HostEvent;
+use super::{HostBackend, event, raw};
+use crate::backend::pointer::{IpcEventCount, OpenMemory, kind_outside, mapping_at, wrong_owner};
+use crate::backend::{
+    DeviceId, DevicePtr, Ipc, IpcBytes, PointerInfo, PointerKind, RawEvent, Streams,
+};
 use crate::error::{Error, HandleFault, Result};
 use crate::fork::per_process::InheritedOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::origin::{Liveness, ProcessOrigin};
 
-const MEMORY: [u8; 8] = *b"WPHOSTM1";
-const EVENT: [u8; 8] = *b"WPHOSTE1";
+const MEMORY: u64 = u64::from_le_bytes(*b"WPHOSTM1");
+const EVENT: u64 = u64::from_le_bytes(*b"WPHOSTE1");
 
 /// The name of such a memfd, for `/proc/PID/maps`.
 const NAME: &std::ffi::CStr = c"warpipe-plain";
+
+/// The file system and the inode of a memfd: its identity among all existing files.
+type File = [u64; 2];
 
 /// The memory that this process allocated and opened, by address.
 #[derive(Debug, Default)]
 pub(super) struct DeviceMalloc {
     allocated: InheritedOnFork<BTreeMap<DevicePtr, Allocation>>,
-    opened: InheritedOnFork<BTreeMap<DevicePtr, OpenImport>>,
+    opened: InheritedOnFork<OpenMemory<File>>,
     last: AtomicU64,
     pub(super) events: IpcEventCount,
 }
@@ -46,191 +53,150 @@ struct Allocation {
     owner_process: OwnerProcess,
 }
 
-#[derive(Debug)]
-struct OpenImport {
-    file: File,
-    bytes: u64,
-    times: u32,
-}
+impl Ipc for HostBackend {
+    fn create_ipc_event(&self) -> Result<RawEvent> {
+        self.malloc.events.add()?;
+        Ok(RawEvent(raw(HostEvent::new(true))))
+    }
 
-/// A file's identity among all existing files.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct File {
-    device: u64,
-    inode: u64,
-}
+    unsafe fn export_event(&self, on: RawEvent) -> Result<IpcBytes> {
+        // SAFETY: the caller promises a live handle.
+        if !unsafe { event(on) }.is_interprocess {
+            let (found, allowed) = ("an event of this process alone", "one of create_ipc_event");
+            return Err(Error::argument("event", found, allowed));
+        }
+        write(EVENT, 0, [on.0.addr() as u64, 0])
+    }
 
-impl File {
-    fn of(stat: &rustix::fs::Stat) -> File {
-        File {
-            device: stat.st_dev,
-            inode: stat.st_ino,
+    fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
+        let found = read(EVENT, handle);
+        let (origin, ..) = found.ok_or_else(|| refused("it is no handle of a host event"))?;
+        match origin.life(&ProcessOrigin::here()?) {
+            Liveness::Gone => Err(refused("its process is gone")),
+            _ => self.create_event(),
         }
     }
-}
 
-impl DeviceMalloc {
-    pub(super) fn allocate(&self, bytes: u64) -> Result<DevicePtr> {
-        let length = page_multiple(bytes)?;
-        let fd = sealed_memfd(NAME, length, SEALS)?;
-        let base = map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
-        let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
-        let allocation = Allocation {
-            fd,
-            bytes,
-            number,
-            owner_process: OwnerProcess::current(),
-        };
-        self.allocated.lock().insert(base, allocation);
-        Ok(base)
+    fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {
+        self.reserved(bytes, || {
+            let length = page_multiple(bytes)?;
+            let fd = sealed_memfd(NAME, length, SEALS)?;
+            let base = map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
+            let allocation = Allocation {
+                fd,
+                bytes,
+                number: self.malloc.last.fetch_add(1, Ordering::Relaxed) + 1,
+                owner_process: OwnerProcess::current(),
+            };
+            self.malloc.allocated.lock().insert(base, allocation);
+            Ok(base)
+        })
     }
 
-    /// Frees the memory and returns its bytes.
-    ///
-    /// # Safety
-    /// `base` came from [`allocate`](Self::allocate), and no code uses the memory any more.
-    pub(super) unsafe fn free(&self, base: DevicePtr) -> Result<u64> {
-        let unknown = || {
-            Error::argument(
-                "ptr",
-                format!("{base:#x}"),
-                "what allocate_plain returned, once",
-            )
-        };
-        let Allocation { bytes, .. } = self.allocated.lock().remove(&base).ok_or_else(unknown)?;
-        // SAFETY: the caller's promise; `allocate` mapped exactly this range.
-        unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
-            .map_err(|e| Error::os("munmap", "plain memory", e))?;
-        Ok(bytes)
+    unsafe fn free_plain(&self, base: DevicePtr) -> Result<()> {
+        let allocation = self.malloc.allocated.lock().remove(&base).ok_or_else(|| {
+            let allowed = "what allocate_plain returned, once";
+            Error::argument("ptr", format!("{base:#x}"), allowed)
+        })?;
+        // SAFETY: the caller's promise; `allocate_plain` mapped exactly this range.
+        unsafe { unmap(base, allocation.bytes) }?;
+        self.allocated
+            .fetch_sub(allocation.bytes, Ordering::Relaxed);
+        Ok(())
     }
 
-    pub(super) fn locate(&self, ptr: DevicePtr, owner: DeviceId) -> Result<PointerInfo> {
-        let allocated = self.allocated.lock();
+    fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo> {
+        let info = |kind| PointerInfo::of_kind(kind, self.info.id);
+        let allocated = self.malloc.allocated.lock();
         if let Some((&base, allocation)) = allocated.range(..=ptr).next_back()
             && ptr - base < allocation.bytes
         {
             allocation.owner_process.check()?;
-            let Allocation { bytes, number, .. } = *allocation;
             return Ok(PointerInfo {
-                kind: PointerKind::Device,
-                owner,
                 base,
-                bytes,
-                allocation: number,
+                bytes: allocation.bytes,
+                allocation: allocation.number,
+                ..info(PointerKind::Device)
             });
         }
         drop(allocated);
-        if self
-            .opened
-            .lock()
-            .range(..=ptr)
-            .next_back()
-            .is_some_and(|(&base, opened)| ptr - base < opened.bytes)
-        {
-            return Ok(PointerInfo::of_kind(PointerKind::Import, owner));
+        if self.malloc.opened.lock().has(ptr) {
+            return Ok(info(PointerKind::Import));
         }
         let is_region = |name: &str| name.contains("/memfd:warpipe-region");
-        let kind = match mapping_at(ptr) {
+        Ok(info(match mapping_at(ptr) {
             Some(mapping) if is_region(&mapping.name) => PointerKind::Vmm,
             _ => kind_outside(ptr),
-        };
-        Ok(PointerInfo::of_kind(kind, owner))
+        }))
     }
 
-    pub(super) fn export(&self, base: DevicePtr) -> Result<IpcBytes> {
-        let allocated = self.allocated.lock();
+    unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes> {
+        let allocated = self.malloc.allocated.lock();
         let unknown = || Error::not_exportable(base, PointerKind::Unknown);
         let allocation = allocated.get(&base).ok_or_else(unknown)?;
         allocation.owner_process.check()?;
         let fd = allocation.fd.as_fd();
         let stat = rustix::fs::fstat(fd).map_err(|e| Error::os("fstat", "plain memory", e))?;
-        write(MEMORY, fd.as_raw_fd() as u32, [stat.st_dev, stat.st_ino])
+        write(MEMORY, fd.as_raw_fd() as u32, file_of(&stat))
     }
 
-    /// Maps the memory, or counts one more opening of it. Returns the base, and whether it was
-    /// mapped just now.
-    pub(super) fn open(&self, handle: &IpcBytes, bytes: u64) -> Result<(DevicePtr, bool)> {
-        let (origin, number, [device, inode]) =
-            read(MEMORY, handle).ok_or_else(|| refused("it is no handle of host memory"))?;
+    fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr> {
+        if owner != self.info.id {
+            return Err(wrong_owner(owner, self.info.id));
+        }
+        let found = read(MEMORY, handle);
+        let (origin, number, file) =
+            found.ok_or_else(|| refused("it is no handle of host memory"))?;
         let here = ProcessOrigin::here()?;
-        if origin == here {
-            return Err(refused("it names memory of this process"));
+        let reason = if origin == here {
+            "it names memory of this process"
+        } else if (origin.host, origin.namespace) != (here.host, here.namespace) {
+            "its process is not of this machine's PID namespace"
+        } else if origin.life(&here) == Liveness::Gone {
+            "its process is gone"
+        } else {
+            ""
+        };
+        if !reason.is_empty() {
+            return Err(refused(reason));
         }
-        if (origin.host, origin.namespace) != (here.host, here.namespace) {
-            return Err(refused(
-                "its process is not of this machine's PID namespace",
-            ));
-        }
-        if origin.life(&here) == Liveness::Gone {
-            return Err(refused("its process is gone"));
-        }
-        let fd = open_file(origin.pid, number, File { device, inode })?;
+        let fd = open_file(origin.pid, number, file)?;
         // A process that began after the check above would have another file there.
         let length = page_multiple(bytes)?;
         check_sealed_memfd(fd.as_fd(), length).map_err(|found| refused(&found))?;
-        self.map_once(&fd, File { device, inode }, bytes, length)
+        let mut opened = self.malloc.opened.lock();
+        let known = opened.0.iter().find(|(_, open)| open.identity == file);
+        let base = match known {
+            Some((&base, _)) => base,
+            None => map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?,
+        };
+        let imported = opened.open(base, bytes, file);
+        self.imported.fetch_add(imported, Ordering::Relaxed);
+        Ok(base)
     }
 
-    fn map_once(
-        &self,
-        fd: &CloseOnForkFd,
-        file: File,
-        bytes: u64,
-        length: u64,
-    ) -> Result<(DevicePtr, bool)> {
-        let mut opened = self.opened.lock();
-        if let Some((&base, known)) = opened.iter_mut().find(|(_, known)| known.file == file) {
-            known.times += 1;
-            return Ok((base, false));
+    unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()> {
+        let mut opened = self.malloc.opened.lock();
+        if let Some(bytes) = opened.close(base)? {
+            // SAFETY: the caller's promise; `open_legacy` mapped exactly this range, and it was open
+            // no more than once.
+            unsafe { unmap(base, bytes) }?;
+            self.imported.fetch_sub(bytes, Ordering::Relaxed);
         }
-        let base = map(fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
-        opened.insert(
-            base,
-            OpenImport {
-                file,
-                bytes,
-                times: 1,
-            },
-        );
-        Ok((base, true))
-    }
-
-    /// Closes one opening and returns the bytes that were unmapped.
-    ///
-    /// # Safety
-    /// No code uses the memory, unless it is open more than once.
-    pub(super) unsafe fn close(&self, base: DevicePtr) -> Result<u64> {
-        let mut opened = self.opened.lock();
-        let entry = opened
-            .get_mut(&base)
-            .ok_or_else(|| Error::legacy(HandleFault::NotOpen(base)))?;
-        entry.times -= 1;
-        if entry.times > 0 {
-            return Ok(0);
-        }
-        let bytes = entry.bytes;
-        opened.remove(&base);
-        // SAFETY: the caller's promise; `map_once` mapped exactly this range, and it was open no
-        // more than once.
-        unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
-            .map_err(|e| Error::os("munmap", "opened memory", e))?;
-        Ok(bytes)
+        Ok(())
     }
 }
 
-/// The handle of an interprocess event.
-pub(super) fn export_event(event: u64) -> Result<IpcBytes> {
-    write(EVENT, 0, [event, 0])
+/// # Safety
+/// No code uses the memory, which was mapped for so many bytes.
+unsafe fn unmap(base: DevicePtr, bytes: u64) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
+        .map_err(|e| Error::os("munmap", "plain memory", e))
 }
 
-/// Checks that the bytes name an event of a living process.
-pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
-    let (origin, ..) =
-        read(EVENT, handle).ok_or_else(|| refused("it is no handle of a host event"))?;
-    match origin.life(&ProcessOrigin::here()?) {
-        Liveness::Gone => Err(refused("its process is gone")),
-        _ => Ok(()),
-    }
+fn file_of(stat: &rustix::fs::Stat) -> File {
+    [stat.st_dev, stat.st_ino]
 }
 
 /// Opens the descriptor of another process, if it is the expected file. The file is checked before
@@ -245,18 +211,14 @@ fn open_file(pid: i32, number: u32, file: File) -> Result<CloseOnForkFd> {
     };
     let other = || refused(&format!("{path} is another file by now"));
     let stat = rustix::fs::stat(&path).map_err(|error| failed("stat", error))?;
-    if File::of(&stat) != file {
+    if file_of(&stat) != file {
         return Err(other());
     }
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let fd = CloseOnForkFd::open(|| rustix::fs::open(&path, flags, Mode::empty()))
         .map_err(|error| failed("open", error))?;
     let stat = rustix::fs::fstat(&fd).map_err(|error| failed("fstat", error))?;
-    if File::of(&stat) == file {
-        Ok(fd)
-    } else {
-        Err(other())
-    }
+    (file_of(&stat) == file).then_some(fd).ok_or_else(other)
 }
 
 fn refused(words: &str) -> Error {
@@ -272,30 +234,31 @@ fn page_multiple(bytes: u64) -> Result<u64> {
 }
 
 /// A handle: what it is of, this process, a number and two more.
-fn write(magic: [u8; 8], number: u32, [first, second]: [u64; 2]) -> Result<IpcBytes> {
+fn write(of: u64, number: u32, [first, second]: File) -> Result<IpcBytes> {
     let here = ProcessOrigin::here()?;
     let place = u64::from(here.pid as u32) | u64::from(number) << 32;
-    let fields = [
+    let words = [
+        of,
         here.host,
         here.namespace,
         here.started,
         place,
         first,
         second,
+        0,
     ];
     let mut bytes = [0; 64];
-    bytes[..8].copy_from_slice(&magic);
-    bytes[8..56].copy_from_slice(fields.map(u64::to_le_bytes).as_flattened());
+    bytes.copy_from_slice(words.map(u64::to_le_bytes).as_flattened());
     Ok(bytes)
 }
 
 /// What [`write`] wrote.
-fn read(magic: [u8; 8], bytes: &IpcBytes) -> Option<(ProcessOrigin, u32, [u64; 2])> {
-    let (fields, _) = bytes[8..56].as_chunks();
-    let [host, namespace, started, place, first, second] =
-        *<&[[u8; 8]; 6]>::try_from(fields).ok()?;
-    let [host, namespace, started, place, first, second] =
-        [host, namespace, started, place, first, second].map(u64::from_le_bytes);
+fn read(of: u64, bytes: &IpcBytes) -> Option<(ProcessOrigin, u32, File)> {
+    let (words, _) = bytes.as_chunks();
+    let words = std::array::from_fn(|index| u64::from_le_bytes(words[index]));
+    let [found, host, namespace, started, place, first, second, 0] = words else {
+        return None;
+    };
     let pid = place as u32 as i32;
     let origin = ProcessOrigin {
         host,
@@ -303,6 +266,5 @@ fn read(magic: [u8; 8], bytes: &IpcBytes) -> Option<(ProcessOrigin, u32, [u64; 2
         started,
         pid,
     };
-    let is_one = bytes[..8] == magic && bytes[56..] == [0; 8];
-    is_one.then_some((origin, (place >> 32) as u32, [first, second]))
+    (found == of).then_some((origin, (place >> 32) as u32, [first, second]))
 }

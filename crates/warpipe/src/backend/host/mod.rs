@@ -5,24 +5,23 @@
 //! too. Kernels run as their CPU implementations.
 
 mod memory;
-pub(crate) use memory::{check_memfd, check_sealed_memfd, sealed_memfd};
+pub(crate) use memory::{check_memfd, check_sealed_memfd, map, sealed_memfd};
 mod device_malloc;
 mod regions;
 mod stream;
 
 use std::ffi::c_void;
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use self::device_malloc::DeviceMalloc;
-use self::regions::Regions;
+use self::regions::RegionTable;
 use self::stream::{HostEvent, HostStream, Op};
 use super::{
-    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo,
-    PointerKind, RawEvent, RawRegion, RawStream, Retained, Rows, StreamOp, Streams,
+    Backend, Copies, DeviceId, DeviceInfo, DeviceKind, DevicePtr, Kernels, RawEvent, RawStream,
+    Rows, StreamOp, Streams, no_room,
 };
-use crate::error::{Error, HandleFault, LimitFault, Result};
+use crate::error::{Error, Result};
 use crate::fork::per_process::InheritedOnFork;
 use crate::kernel::{Kernel, KernelLaunch};
 
@@ -33,7 +32,7 @@ pub struct HostBackend {
     allocated: AtomicU64,
     imported: AtomicU64,
     malloc: DeviceMalloc,
-    regions: Regions,
+    regions: RegionTable,
     has_short_queues: bool,
 }
 
@@ -74,29 +73,21 @@ impl HostBackend {
             allocated: AtomicU64::new(0),
             imported: AtomicU64::new(0),
             malloc: DeviceMalloc::default(),
-            regions: Regions::default(),
+            regions: RegionTable::default(),
             has_short_queues,
         }
     }
 
-    /// Counts `bytes` as allocated, unless the machine has less memory.
-    fn reserve(&self, bytes: u64) -> Result<()> {
+    /// Makes memory of `bytes` bytes and counts it as allocated, unless the machine has less.
+    fn reserved<T>(&self, bytes: u64, make: impl FnOnce() -> Result<T>) -> Result<T> {
         let limit = self.info.memory_bytes;
         let fits = |held: u64| held.checked_add(bytes).filter(|&total| total <= limit);
-        match self
-            .allocated
+        self.allocated
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
-        {
-            Ok(_) => Ok(()),
-            Err(held) => {
-                let detail = format!(" ({held} of {limit} in use)");
-                Err(Error::Limit(LimitFault::Device {
-                    device: "host".into(),
-                    bytes,
-                    detail,
-                }))
-            }
-        }
+            .map_err(|held| no_room("host", bytes, format!(" ({held} of {limit} in use)")))?;
+        make().inspect_err(|_| {
+            self.allocated.fetch_sub(bytes, Ordering::Relaxed);
+        })
     }
 }
 
@@ -111,11 +102,8 @@ fn raw<T>(object: Arc<T>) -> *mut c_void {
 /// `raw` came from `create_stream` of this backend and has not been destroyed.
 unsafe fn stream<'a>(raw: RawStream) -> Result<&'a HostStream> {
     if raw.0.is_null() {
-        return Err(Error::argument(
-            "stream",
-            "null",
-            "a stream of the host device (it has no default stream)",
-        ));
+        let allowed = "a stream of the host device (it has no default stream)";
+        return Err(Error::argument("stream", "null", allowed));
     }
     // SAFETY: the caller promises a live handle, which is a pointer from `Arc::into_raw` (see
     // `create_stream`).
@@ -141,102 +129,6 @@ impl super::sealed::Sealed for HostBackend {}
 impl Backend for HostBackend {
     fn info(&self) -> &DeviceInfo {
         &self.info
-    }
-}
-
-impl super::Regions for HostBackend {
-    fn granularity(&self) -> u64 {
-        rustix::param::page_size() as u64
-    }
-
-    fn allocate(&self, bytes: u64) -> Result<RawRegion> {
-        self.reserve(bytes)?;
-        let region = memory::allocate(bytes).inspect_err(|_| {
-            self.allocated.fetch_sub(bytes, Ordering::Relaxed);
-        })?;
-        self.regions.add(&region);
-        Ok(region)
-    }
-
-    unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
-        // SAFETY: the region is live and its own allocation, so its handle is an open descriptor of
-        // this process.
-        unsafe { memory::export(region) }
-    }
-
-    unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
-        let counter = if memory::is_import(region) {
-            &self.imported
-        } else {
-            // Before another mapping may have the address.
-            self.regions.remove(region);
-            &self.allocated
-        };
-        // SAFETY: the caller's promise: the region is this backend's, live, and no longer used.
-        unsafe { memory::release(*region)? };
-        counter.fetch_sub(region.bytes, Ordering::Relaxed);
-        Ok(())
-    }
-
-    unsafe fn register(&self, ptr: *mut u8, _bytes: usize) -> Result<DevicePtr> {
-        Ok(ptr as DevicePtr)
-    }
-
-    unsafe fn unregister(&self, _ptr: *mut u8) -> Result<()> {
-        Ok(())
-    }
-
-    fn bytes_held(&self) -> u64 {
-        self.allocated.load(Ordering::Relaxed) + self.imported.load(Ordering::Relaxed)
-    }
-}
-
-impl super::Imports for HostBackend {
-    fn import(
-        &self,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        _owner: DeviceId,
-    ) -> Result<RawRegion> {
-        let region = memory::import(fds, piece, access)?;
-        self.imported.fetch_add(region.bytes, Ordering::Relaxed);
-        Ok(region)
-    }
-
-    unsafe fn import_over(
-        &self,
-        region: &mut RawRegion,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        _owner: DeviceId,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { memory::import_over(region, fds, piece, access) }
-    }
-
-    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
-        match self.regions.retain(ptr)? {
-            Some(retained) => Ok(retained),
-            None => {
-                let kind = match super::Ipc::locate(self, ptr)?.kind {
-                    // Mapped, and not allocated here.
-                    PointerKind::Vmm => PointerKind::VmmPrivate,
-                    kind => kind,
-                };
-                Err(Error::not_exportable(ptr, kind))
-            }
-        }
-    }
-
-    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
-        self.regions.export(retained)
-    }
-
-    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
-        self.regions.release(retained);
-        Ok(())
     }
 }
 
@@ -277,7 +169,7 @@ impl Streams for HostBackend {
     }
 
     fn create_event(&self) -> Result<RawEvent> {
-        Ok(RawEvent(raw(Arc::<HostEvent>::default())))
+        Ok(RawEvent(raw(HostEvent::new(false))))
     }
 
     unsafe fn destroy_event(&self, raw: RawEvent) -> Result<()> {
@@ -310,7 +202,7 @@ impl Streams for HostBackend {
     }
 }
 
-impl super::Copies for HostBackend {
+impl Copies for HostBackend {
     unsafe fn copy_rows(&self, raw: RawStream, rows: &Rows) -> Result<()> {
         let rows = *rows;
         let work = move || {
@@ -336,23 +228,36 @@ impl super::Copies for HostBackend {
         mut dst: DevicePtr,
         pieces: &[&[u8]],
     ) -> Result<()> {
-        pieces.iter().try_for_each(|piece| {
-            // SAFETY: the caller promises a live stream, and that all their bytes can be written
-            // behind `dst`.
-            unsafe { stream(raw)?.upload(dst, piece) }?;
+        // SAFETY: the caller promises a live stream.
+        let stream = unsafe { stream(raw) }?;
+        for &piece in pieces {
+            // SAFETY: the caller promises that all bytes can be written behind `dst` until the copy
+            // is done.
+            let copy = move |src: &[u8]| unsafe {
+                std::ptr::copy_nonoverlapping(src.as_ptr(), dst as *mut u8, src.len());
+            };
+            // An idle stream copies at once, a busy one from a buffer of its own.
+            if stream.is_idle() {
+                copy(piece);
+            } else {
+                let owned: Box<[u8]> = piece.into();
+                stream.push(Op::Call(Box::new(move || copy(&owned))))?;
+            }
             dst += piece.len() as u64;
-            Ok(())
-        })
+        }
+        Ok(())
     }
 
     unsafe fn download(&self, raw: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        // SAFETY: the caller promises a live stream, and that `src` is readable for `dst.len()`
-        // bytes.
-        unsafe { stream(raw)?.download(dst, src) }
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw) }?.wait_for_work()?;
+        // SAFETY: the caller promises that `src` is readable for `dst.len()` bytes.
+        unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst.as_mut_ptr(), dst.len()) };
+        Ok(())
     }
 }
 
-impl super::Kernels for HostBackend {
+impl Kernels for HostBackend {
     unsafe fn launch(
         &self,
         raw: RawStream,
@@ -363,86 +268,16 @@ impl super::Kernels for HostBackend {
     ) -> Result<()> {
         let (host_version, args): (_, Box<[u64]>) = (kernel.host, args.into());
         let work = move || {
+            let args = &args;
             // SAFETY: the caller of `launch` promised arguments that fit the kernel and memory that
             // outlives it.
-            unsafe {
-                host_version(KernelLaunch {
-                    grid,
-                    block,
-                    args: &args,
-                })
-            }
+            unsafe { host_version(KernelLaunch { grid, block, args }) }
         };
         // SAFETY: the caller promises a live stream.
         unsafe { self.call(raw, Box::new(work)) }
     }
 
     fn preload(&self, _kernel: &Kernel) -> Result<()> {
-        Ok(())
-    }
-}
-
-impl super::Ipc for HostBackend {
-    fn create_ipc_event(&self) -> Result<RawEvent> {
-        self.malloc.events.add()?;
-        Ok(RawEvent(raw(Arc::new(HostEvent::interprocess()))))
-    }
-
-    unsafe fn export_event(&self, raw: RawEvent) -> Result<IpcBytes> {
-        // SAFETY: the caller promises a live handle.
-        if !unsafe { event(raw) }.is_interprocess {
-            return Err(Error::argument(
-                "event",
-                "an event of this process alone",
-                "one of create_ipc_event",
-            ));
-        }
-        device_malloc::export_event(raw.0.addr() as u64)
-    }
-
-    fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
-        device_malloc::check_event(handle)?;
-        self.create_event()
-    }
-
-    fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {
-        self.reserve(bytes)?;
-        self.malloc.allocate(bytes).inspect_err(|_| {
-            self.allocated.fetch_sub(bytes, Ordering::Relaxed);
-        })
-    }
-
-    unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()> {
-        // SAFETY: the caller's promise.
-        let bytes = unsafe { self.malloc.free(ptr) }?;
-        self.allocated.fetch_sub(bytes, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo> {
-        self.malloc.locate(ptr, self.info.id)
-    }
-
-    unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes> {
-        self.malloc.export(base)
-    }
-
-    fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr> {
-        if owner != self.info.id {
-            let (owner, device) = (owner.to_string(), self.info.id.to_string());
-            return Err(Error::legacy(HandleFault::Device { owner, device }));
-        }
-        let (base, is_new) = self.malloc.open(handle, bytes)?;
-        if is_new {
-            self.imported.fetch_add(bytes, Ordering::Relaxed);
-        }
-        Ok(base)
-    }
-
-    unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()> {
-        // SAFETY: the caller's promise.
-        let bytes = unsafe { self.malloc.close(base) }?;
-        self.imported.fetch_sub(bytes, Ordering::Relaxed);
         Ok(())
     }
 }

@@ -52,12 +52,11 @@ pub(super) struct HostEvent {
 }
 
 impl HostEvent {
-    /// A new interprocess event.
-    pub(super) fn interprocess() -> HostEvent {
-        HostEvent {
-            is_interprocess: true,
+    pub(super) fn new(is_interprocess: bool) -> Arc<HostEvent> {
+        Arc::new(HostEvent {
+            is_interprocess,
             ..HostEvent::default()
-        }
+        })
     }
 
     pub(super) fn next_turn(&self) -> u64 {
@@ -189,43 +188,18 @@ impl HostStream {
         self.push_all(rest.len(), rest.iter().map(|&op| Op::Memory(op)))
     }
 
-    /// Copies `src` in stream order; an idle stream copies at once, a busy one copies from a buffer
-    /// of its own.
-    ///
-    /// # Safety
-    /// `dst` is writable for `src.len()` bytes until the copy is done.
+    /// Waits for the stream's work so far.
     #[inline]
-    pub(super) unsafe fn upload(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
+    pub(super) fn wait_for_work(&self) -> Result<()> {
         if self.is_idle() {
-            // SAFETY: the caller's promise for `dst`; no earlier enqueued work still accesses it.
-            unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst as *mut u8, src.len()) };
             return Ok(());
         }
-        let owned: Box<[u8]> = src.into();
-        let late = move || {
-            // SAFETY: the caller's promise for `dst` lasts until this has run.
-            unsafe { std::ptr::copy_nonoverlapping(owned.as_ptr(), dst as *mut u8, owned.len()) };
-        };
-        self.push(Op::Call(Box::new(late)))
-    }
-
-    /// Waits for the stream's work so far and copies `src` out.
-    ///
-    /// # Safety
-    /// `src` is readable for `dst.len()` bytes.
-    #[inline]
-    pub(super) unsafe fn download(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        if !self.is_idle() {
-            let (done, wait) = mpsc::channel();
-            self.push(Op::Call(Box::new(move || {
-                let _ = done.send(());
-            })))?;
-            let stuck = |_| Error::timeout("the stream's earlier work", ROOM_TIMEOUT);
-            wait.recv_timeout(ROOM_TIMEOUT).map_err(stuck)?;
-        }
-        // SAFETY: the caller's promise for `src`.
-        unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst.as_mut_ptr(), dst.len()) };
-        Ok(())
+        let (done, wait) = mpsc::channel();
+        self.push(Op::Call(Box::new(move || {
+            let _ = done.send(());
+        })))?;
+        let stuck = |_| Error::timeout("the stream's earlier work", ROOM_TIMEOUT);
+        wait.recv_timeout(ROOM_TIMEOUT).map_err(stuck)
     }
 
     fn run(&self) {

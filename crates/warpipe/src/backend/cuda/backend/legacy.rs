@@ -9,7 +9,7 @@ use super::super::sys::Fault;
 use super::super::sys::*;
 use super::CudaBackend;
 use super::memory::size;
-use crate::backend::pointer::{IpcEventCount, kind_outside};
+use crate::backend::pointer::{IpcEventCount, OpenMemory, kind_outside, wrong_owner};
 use crate::backend::{
     DeviceId, DeviceKind, IPC_EVENTS_MAX, Ipc, IpcBytes, PointerInfo, PointerKind, RawEvent,
 };
@@ -35,13 +35,7 @@ const NO_EVENT_LEFT: [CUresult; 2] = [CUresult::OUT_OF_MEMORY, CUresult::MAP_FAI
 #[derive(Debug, Default)]
 pub(in crate::backend::cuda) struct IpcHandleTable {
     allocated: Mutex<HashMap<CUdeviceptr, u64>>,
-    opened: Mutex<HashMap<CUdeviceptr, OpenHandle>>,
-}
-
-#[derive(Debug)]
-struct OpenHandle {
-    bytes: u64,
-    times: u32,
+    opened: Mutex<OpenMemory<()>>,
 }
 
 impl Ipc for CudaBackend {
@@ -142,8 +136,7 @@ impl Ipc for CudaBackend {
 
     fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<CUdeviceptr> {
         if owner.kind != DeviceKind::Cuda {
-            let (owner, device) = (owner.to_string(), self.info.id.to_string());
-            return Err(Error::legacy(HandleFault::Device { owner, device }));
+            return Err(wrong_owner(owner, self.info.id));
         }
         let _current = self.enter()?;
         self.check_peer(owner)?;
@@ -157,34 +150,23 @@ impl Ipc for CudaBackend {
             let _ = unsafe { self.driver.cuIpcCloseMemHandle(base) };
             return Err(error);
         }
-        let mut opened = self.ipc_handles.opened.locked();
-        let entry = opened.entry(base).or_insert(OpenHandle { bytes, times: 0 });
-        entry.times += 1;
-        if entry.times == 1 {
-            self.held.fetch_add(bytes, Ordering::Relaxed);
-        }
+        let new = self.ipc_handles.opened.locked().open(base, bytes, ());
+        self.held.fetch_add(new, Ordering::Relaxed);
         Ok(base)
     }
 
     unsafe fn close_legacy(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
-        let mut opened = self.ipc_handles.opened.locked();
-        let not_open = || Error::legacy(HandleFault::NotOpen(base));
-        let entry = opened.get_mut(&base).ok_or_else(not_open)?;
-        entry.times -= 1;
-        if entry.times == 0 {
-            self.held.fetch_sub(entry.bytes, Ordering::Relaxed);
-            opened.remove(&base);
-        }
-        drop(opened);
+        let closed = self.ipc_handles.opened.locked().close(base)?;
+        self.held.fetch_sub(closed.unwrap_or(0), Ordering::Relaxed);
         if current.is_none() {
             return Ok(());
         }
         // SAFETY: the caller's promise.
         unsafe { self.driver.cuIpcCloseMemHandle(base) }.map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) {
-                not_open()
+                Error::legacy(HandleFault::NotOpen(base))
             } else {
                 fault.into()
             }
@@ -213,13 +195,7 @@ impl CudaBackend {
         if is(POINTER_ATTRIBUTE_MEMPOOL_HANDLE)? {
             return Ok(PointerKind::Pool);
         }
-        if self
-            .ipc_handles
-            .opened
-            .locked()
-            .iter()
-            .any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes)
-        {
+        if self.ipc_handles.opened.locked().has(ptr) {
             return Ok(PointerKind::Import);
         }
         // Drivers older than the attribute do not say.

@@ -13,13 +13,16 @@ use super::super::sys::Fault;
 use super::super::sys::*;
 use super::super::waits;
 use super::CudaBackend;
-use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, Regions, out_of_reach, unreclaimed};
-use crate::error::{DeviceFault, Error, LimitFault, Result};
+use crate::backend::{
+    Access, DeviceId, DevicePtr, RawRegion, Regions, no_room, not_shareable, out_of_reach,
+    unreclaimed,
+};
+use crate::error::{Error, Result};
 use crate::mutex::LockUnpoisoned;
 use crate::os;
 
 /// The expected kind of a descriptor, for errors.
-const WANTED: &str = "CUDA memory";
+pub(in crate::backend::cuda) const WANTED: &str = "CUDA memory";
 
 /// Codes with which the driver refuses a descriptor.
 const NOT_SUCH_MEMORY: [CUresult; 5] = [
@@ -275,11 +278,7 @@ impl CudaBackend {
             Ok((free, total)) => format!(" ({free} of {total} bytes are free)"),
             Err(_) => String::new(),
         };
-        Error::Limit(LimitFault::Device {
-            device: self.info.name.clone(),
-            bytes,
-            detail,
-        })
+        no_room(&self.info.name, bytes, detail)
     }
 
     /// If the owner device is visible here, the driver tells in advance whether its memory can be
@@ -350,19 +349,9 @@ pub(in crate::backend::cuda) fn size(bytes: u64) -> Result<usize> {
     usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))
 }
 
-pub(in crate::backend::cuda) fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
-    rustix::io::fcntl_dupfd_cloexec(fd, 3)
-        .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a received descriptor", e))
-}
-
-pub(in crate::backend::cuda) fn not_memory(found: String) -> Error {
-    let text = format!("the descriptor received is not {WANTED}: {found}");
-    Error::device(DeviceFault::NotShareable, text)
-}
-
 pub(in crate::backend::cuda) fn import_error(fault: Fault) -> Error {
     if fault.is(&NOT_SUCH_MEMORY) {
-        not_memory(fault.words())
+        not_shareable(WANTED, fault.words())
     } else {
         fault.into()
     }
@@ -384,5 +373,5 @@ pub(in crate::backend::cuda) fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result
         _ if rustix::fs::fcntl_get_seals(fd).is_ok() => return Ok(()),
         _ => "a file",
     };
-    Err(not_memory(found.into()))
+    Err(not_shareable(WANTED, found))
 }
