@@ -388,7 +388,7 @@ impl Drop for ErrorCounters {
             // Beside a stream that is blocked on purpose it stays, rather than wait for that
             // stream.
             let backend = self.device.backend();
-            if !backend.unregister_would_block(self.page) && backend.unregister(self.page).is_ok() {
+            if backend.unregister(self.page).is_ok() {
                 std::alloc::dealloc(self.page, ErrorCounters::PAGE);
             }
         }

@@ -272,15 +272,10 @@ pub trait Regions {
         false
     }
 
-    /// Whether [`unregister`](Self::unregister) would block behind a stream that waits for a
-    /// peer, and with it every allocation of this process. If so, it is called later. No enqueued
-    /// work uses the memory.
-    fn unregister_would_block(&self, _ptr: *mut u8) -> bool {
-        false
-    }
-
-    /// `cuMemHostUnregister`, which waits for all streams of the context. After an error the driver
-    /// may still use the memory: it must stay mapped, and this may be called again.
+    /// `cuMemHostUnregister`, which waits for all streams of the context. So this refuses
+    /// ([`Error::Timeout`](crate::Error::Timeout)) while a stream waits for a peer, which would hold
+    /// up every allocation of this process as well. After an error the driver may still use the
+    /// memory: it must stay mapped, and this may be called again.
     ///
     /// # Safety
     /// `ptr` was passed to `register` of this backend, and no enqueued work uses the memory.

@@ -323,10 +323,6 @@ impl<H: Hook> super::Regions for Wrapped<H> {
         self.inner.is_registered(ptr)
     }
 
-    fn unregister_would_block(&self, ptr: *mut u8) -> bool {
-        self.inner.unregister_would_block(ptr)
-    }
-
     unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
         self.hook.before("unregister")?;
         // SAFETY: the caller's promise, passed on.

@@ -2,10 +2,10 @@
 //! unmaps memory.
 //!
 //! The driver may still use memory that it refuses to unregister or to unmap, so this memory stays
-//! as it is, and is counted ([`process_stats`](crate::process_stats)). So does memory
-//! when its unregistration [would block](crate::backend::Regions::unregister_would_block). The reaper retries with
-//! each tick. Memory of a device that was reset is not retried: its addresses and handles may
-//! belong to others by now.
+//! as it is, and is counted ([`process_stats`](crate::process_stats)). So does memory when its
+//! [unregistration](crate::backend::Regions::unregister) would block. The reaper retries with each
+//! tick. Memory of a device that was reset is not retried: its addresses and handles may belong to
+//! others by now.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicU64;
@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex};
 use rustix::mm::munmap;
 
 use super::{Backend, RawRegion};
+use crate::error::Result;
 use crate::fork::per_process::PerProcess;
 
 /// The number of such mappings and regions, and their bytes. A forked child starts at zero.
@@ -31,19 +32,22 @@ struct Retries {
 }
 
 /// Memory that only the device may still use.
-enum UnreclaimedMemory {
-    Region(Arc<dyn Backend>, RawRegion),
-    Registered(Arc<dyn Backend>, RegisteredRange),
+struct UnreclaimedMemory {
+    backend: Arc<dyn Backend>,
+    of: Kind,
 }
 
-/// Registered memory of this process.
-struct RegisteredRange {
-    base: *mut u8,
-    bytes: usize,
+enum Kind {
+    Region(RawRegion),
+    /// Registered memory of this process.
+    Registered {
+        base: *mut u8,
+        bytes: usize,
+    },
 }
 
-// SAFETY: the address of a mapping that only the list has.
-unsafe impl Send for RegisteredRange {}
+// SAFETY: the address is that of a mapping that nothing else has.
+unsafe impl Send for UnreclaimedMemory {}
 
 /// The number of unreclaimed mappings and regions, and their bytes.
 pub(crate) fn totals() -> (u64, u64) {
@@ -64,42 +68,38 @@ fn count_given_back(bytes: u64) {
     all.fetch_sub(bytes, Relaxed);
 }
 
-/// [`Regions::unregister`](crate::backend::Regions::unregister). True if the memory may be unmapped. Else it is counted as unreclaimed
-/// and must stay: the retry unmaps it, once the device has released it.
+/// [`Regions::unregister`](crate::backend::Regions::unregister) and `munmap`, now or later.
 ///
 /// # Safety
-/// As for [`Regions::unregister`](crate::backend::Regions::unregister); the memory is a mapping of its own, which the caller leaves to
-/// this if it is false.
-#[must_use]
-pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) -> bool {
-    // SAFETY: the caller's promise.
-    let is_free =
-        !backend.unregister_would_block(base) && unsafe { backend.unregister(base) }.is_ok();
-    if !is_free {
-        retry(UnreclaimedMemory::Registered(
-            backend.clone(),
-            RegisteredRange { base, bytes },
-        ));
-    }
-    is_free
+/// As for [`Regions::unregister`](crate::backend::Regions::unregister); the memory is a mapping of
+/// its own, which nothing uses any more.
+pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) {
+    release_or_keep(backend, Kind::Registered { base, bytes });
 }
 
 /// [`Regions::release`](crate::backend::Regions::release), now or later.
 ///
 /// # Safety
 /// As for [`Regions::release`](crate::backend::Regions::release).
-pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, mut region: RawRegion) {
-    // SAFETY: the caller's promise.
-    match unsafe { backend.release(&mut region) } {
+pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, region: RawRegion) {
+    release_or_keep(backend, Kind::Region(region));
+}
+
+fn release_or_keep(backend: &Arc<dyn Backend>, of: Kind) {
+    let backend = backend.clone();
+    let mut memory = UnreclaimedMemory { backend, of };
+    match memory.release() {
         Ok(()) => {}
-        Err(error) if error.is_reset() => count_kept(region.bytes),
-        Err(_) => retry_region(backend.clone(), region),
+        // Counted for the rest of the process's life.
+        Err(error) if error.is_reset() => count_kept(memory.bytes()),
+        Err(_) => retry(memory),
     }
 }
 
-/// Takes over the remaining part of a region that is released or was never finished.
+/// Takes over the remaining part of a region that was never finished.
 pub(super) fn retry_region(backend: Arc<dyn Backend>, region: RawRegion) {
-    retry(UnreclaimedMemory::Region(backend, region));
+    let of = Kind::Region(region);
+    retry(UnreclaimedMemory { backend, of });
 }
 
 fn retry(memory: UnreclaimedMemory) {
@@ -120,54 +120,42 @@ pub(crate) fn is_retry_due() -> bool {
 }
 
 /// Retries everything. A driver may block this. A call that panics may have done its work, so its
-/// memory stays as it is, and counted; the rest is retried.
+/// memory stays as it is, and counted, as does memory of a device that was reset; the rest is
+/// retried.
 pub(crate) fn retry_all() {
     // Without the lock, which the reactor takes.
     let list = std::mem::take(&mut RETRIES.lock().list);
     for mut memory in list {
-        let is_over = catch_unwind(AssertUnwindSafe(|| memory.is_over()));
-        if let Ok(false) = is_over {
-            RETRIES.lock().list.push(memory);
+        match catch_unwind(AssertUnwindSafe(|| memory.release())) {
+            Ok(Ok(())) => count_given_back(memory.bytes()),
+            Ok(Err(error)) if !error.is_reset() => RETRIES.lock().list.push(memory),
+            _ => {}
         }
     }
 }
 
 impl UnreclaimedMemory {
     fn bytes(&self) -> u64 {
-        match self {
-            UnreclaimedMemory::Region(_, region) => region.bytes,
-            UnreclaimedMemory::Registered(_, mapping) => mapping.bytes as u64,
+        match self.of {
+            Kind::Region(region) => region.bytes,
+            Kind::Registered { bytes, .. } => bytes as u64,
         }
     }
 
-    /// Retries once. True if nothing is left to retry.
-    fn is_over(&mut self) -> bool {
-        let bytes = self.bytes();
-        match self {
-            UnreclaimedMemory::Region(backend, region) => {
-                // SAFETY: the code that dropped it promised that nothing uses it; only this list
-                // has the rest of it.
-                match unsafe { backend.release(region) } {
-                    Ok(()) => {}
-                    // Counted from now on, for the rest of the process's life.
-                    Err(error) if error.is_reset() => return true,
-                    Err(_) => return false,
-                }
-            }
-            UnreclaimedMemory::Registered(backend, RegisteredRange { base, bytes }) => {
-                if backend.unregister_would_block(*base) {
-                    return false;
-                }
+    /// Tries once.
+    fn release(&mut self) -> Result<()> {
+        match &mut self.of {
+            // SAFETY: the code that dropped it promised that nothing uses it; this alone has what is
+            // left of it.
+            Kind::Region(region) => unsafe { self.backend.release(region) },
+            Kind::Registered { base, bytes } => {
                 // SAFETY: as above; it is registered still.
-                if unsafe { backend.unregister(*base) }.is_err() {
-                    return false;
-                }
+                unsafe { self.backend.unregister(*base) }?;
                 // SAFETY: a mapping of this length, which the caller of `unregister` left here.
                 let _ = unsafe { munmap(base.cast(), *bytes) };
+                Ok(())
             }
         }
-        count_given_back(bytes);
-        true
     }
 }
 

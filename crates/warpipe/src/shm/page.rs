@@ -101,11 +101,7 @@ impl Drop for OrphanedMapping {
         let Mapping { base, bytes } = self.mapping;
         // SAFETY: registered in `SharedPage::register`, once; its page was dropped when no stream
         // used its words any more.
-        unsafe {
-            if unreclaimed::unregister(self.device.backend(), base, bytes) {
-                self.mapping.unmap();
-            }
-        }
+        unsafe { unreclaimed::unregister(self.device.backend(), base, bytes) };
     }
 }
 

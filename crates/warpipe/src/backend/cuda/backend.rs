@@ -113,7 +113,7 @@ impl CudaBackend {
         // Once more: the first context may have made the driver register a handler of its own.
         shutdown_gate::close_before_the_driver()?;
         // SAFETY: retained by the caller.
-        let context_id = unsafe { driver.context_id(context) }.ok();
+        let context_id = unsafe { driver.cuCtxGetId(context) }.ok();
         Ok(Arc::new_cyclic(|me| CudaBackend {
             driver,
             device,
@@ -160,6 +160,16 @@ impl CudaBackend {
         make_current(self.driver, self.context).map_err(|error| self.explain(error))
     }
 
+    /// Makes a call that only enqueues work.
+    #[inline]
+    pub(super) fn enqueued<E: Into<Error>>(
+        &self,
+        call: impl FnOnce(&'static Driver) -> Result<(), E>,
+    ) -> Result<()> {
+        let _current = self.enter_to_enqueue()?;
+        call(self.driver).map_err(|error| self.explain(error.into()))
+    }
+
     /// [`enter`](Self::enter), for calls that release: `None` if the resource went with the
     /// context.
     pub(super) fn enter_unless_gone(&self) -> Result<Option<Current>> {
@@ -184,13 +194,13 @@ impl CudaBackend {
         let is_another = || {
             // SAFETY: the primary context is active, and has one handle for the life of the
             // process.
-            let now = unsafe { self.driver.context_id(self.context) }.ok();
+            let now = unsafe { self.driver.cuCtxGetId(self.context) }.ok();
             self.context_id
                 .is_some_and(|before| now.is_some_and(|now| now != before))
         };
         let is_gone = self.is_reset.load(Ordering::Relaxed)
-            || match self.driver.primary_context_is_active(self.device) {
-                Ok(is_active) => !is_active || is_another(),
+            || match self.driver.cuDevicePrimaryCtxGetState(self.device) {
+                Ok((_, active)) => active == 0 || is_another(),
                 Err(_) => false,
             };
         if is_gone && !self.is_reset.swap(true, Ordering::Relaxed) {

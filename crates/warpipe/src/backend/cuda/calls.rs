@@ -9,6 +9,7 @@ use std::ptr;
 
 use super::sys::Fault;
 use super::sys::*;
+use crate::error::Error;
 
 type DriverAnswer<T = ()> = Result<T, Fault>;
 
@@ -44,33 +45,6 @@ impl Driver {
         };
         Ok(uuid?.bytes)
     }
-
-    /// Whether a device's primary context exists, and has not been reset since.
-    pub fn primary_context_is_active(&self, device: CUdevice) -> DriverAnswer<bool> {
-        let (mut flags, mut active) = (0, 0);
-        // SAFETY: the out pointers are live locals.
-        unsafe { self.cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) }?;
-        Ok(active != 0)
-    }
-
-    /// A number that no other context in the process's life has.
-    ///
-    /// # Safety
-    /// The context is live.
-    pub unsafe fn context_id(&self, context: CUcontext) -> DriverAnswer<u64> {
-        let mut id = 0;
-        // SAFETY: the out pointer is a live local; the context is the caller's promise.
-        unsafe { self.cuCtxGetId(context, &mut id) }?;
-        Ok(id)
-    }
-
-    /// Free and total bytes of the current context's device.
-    pub fn memory_info(&self) -> DriverAnswer<(u64, u64)> {
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: the out pointers are live locals.
-        unsafe { self.cuMemGetInfo_v2(&mut free, &mut total) }?;
-        Ok((free as u64, total as u64))
-    }
 }
 
 // Streams, events, copies, and memory operations on words.
@@ -89,10 +63,9 @@ impl Driver {
     /// The stream is live.
     #[inline]
     pub unsafe fn stream_is_capturing(&self, stream: CUstream) -> DriverAnswer<bool> {
-        let mut status = STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the out pointer is a live local; the stream is the caller's promise.
-        match unsafe { self.cuStreamIsCapturing(stream, &mut status) } {
-            Ok(()) => Ok(status != STREAM_CAPTURE_STATUS_NONE),
+        // SAFETY: the caller's promise.
+        match unsafe { self.cuStreamIsCapturing(stream) } {
+            Ok(status) => Ok(status != STREAM_CAPTURE_STATUS_NONE),
             Err(fault) if fault.is(&[CUresult::STREAM_CAPTURE_IMPLICIT]) => Ok(true),
             // A driver without stream capture.
             Err(Fault::Symbol(_)) => Ok(false),
@@ -127,19 +100,16 @@ impl Driver {
 
     /// One attribute of a pointer; `None` if the driver knows neither the pointer nor the
     /// attribute.
-    ///
-    /// # Safety
-    /// The attribute is a number of at most 64 bits, or a handle.
-    pub unsafe fn pointer_attribute(
+    pub fn pointer_attribute(
         &self,
-        attribute: c_uint,
+        attribute: PointerAttribute,
         pointer: CUdeviceptr,
     ) -> DriverAnswer<Option<u64>> {
         // A shorter one fills the first bytes, which are the low ones on every machine with a GPU.
         let mut value = 0u64;
         let data = ptr::from_mut(&mut value).cast::<c_void>();
-        // SAFETY: the driver stores the attribute in a live local with room for it, by the caller's
-        // promise; the address is only looked up.
+        // SAFETY: the driver stores the attribute in a live local with room for it; the address is
+        // only looked up.
         match unsafe { self.cuPointerGetAttribute(data, attribute, pointer) } {
             Ok(()) => Ok(Some(value)),
             Err(fault) if fault.is(&[CUresult::INVALID_VALUE]) => Ok(None),
@@ -149,44 +119,24 @@ impl Driver {
 
     /// Whether the driver knows `pointer` as page-locked host memory.
     pub fn is_registered_host(&self, pointer: *const u8) -> DriverAnswer<bool> {
-        // SAFETY: this attribute is an unsigned int.
-        let found =
-            unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_MEMORY_TYPE, pointer as u64) };
-        Ok(found? == Some(u64::from(MEMORYTYPE_HOST)))
-    }
-
-    /// Base and length of the allocation in which `pointer` lies.
-    pub fn address_range(&self, pointer: CUdeviceptr) -> DriverAnswer<(CUdeviceptr, u64)> {
-        let (mut base, mut bytes) = (0, 0);
-        // SAFETY: the out pointers are live locals; the address is only looked up.
-        unsafe { self.cuMemGetAddressRange_v2(&mut base, &mut bytes, pointer) }?;
-        Ok((base, bytes as u64))
+        let found = self.pointer_attribute(PointerAttribute::MemoryType, pointer as u64)?;
+        Ok(found == Some(u64::from(MEMORYTYPE_HOST)))
     }
 }
 
 // Modules, functions, and launches.
 impl Driver {
     /// Compiles and loads PTX; a failure comes with the compiler's log.
-    pub fn module_load(&self, ptx: &CStr) -> Result<CUmodule, (Fault, String)> {
-        let mut module = CUmodule(ptr::null_mut());
+    pub fn module_load(&self, ptx: &CStr) -> Result<CUmodule, Error> {
         let mut log = [0u8; 4096];
         let mut options = [JIT_ERROR_LOG_BUFFER, JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
-        let mut values = [
-            log.as_mut_ptr().cast::<c_void>(),
-            ptr::without_provenance_mut(log.len() - 1),
-        ];
-        // SAFETY: the image is NUL-terminated text; options and values are of one length, and the
-        // log has the size stated, less one that keeps it terminated.
-        let loaded = unsafe {
-            self.cuModuleLoadDataEx(
-                &mut module,
-                ptx.as_ptr().cast(),
-                options.len() as c_uint,
-                options.as_mut_ptr(),
-                values.as_mut_ptr(),
-            )
-        };
-        loaded.map(|()| module).map_err(|fault| (fault, text(&log)))
+        let room = ptr::without_provenance_mut(log.len() - 1);
+        let mut values = [log.as_mut_ptr().cast::<c_void>(), room];
+        let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
+        // SAFETY: the image is NUL-terminated text; there are two options and values, and the log
+        // has the size stated, less one that keeps it terminated.
+        unsafe { self.cuModuleLoadDataEx(ptx.as_ptr().cast(), 2, options, values) }
+            .map_err(|fault| fault.with_detail(&text(&log)))
     }
 
     /// Makes a lazily loaded function resident: `cuFuncLoad` (CUDA 12.4), on older drivers by the
@@ -209,29 +159,14 @@ impl Driver {
     /// stream is live.
     pub unsafe fn launch(
         &self,
-        function: CUfunction,
-        grid: u32,
-        block: u32,
+        kernel: CUfunction,
+        (grid, block): (u32, u32),
         stream: CUstream,
         parameters: &mut [*mut c_void],
     ) -> DriverAnswer {
-        let parameters = parameters.as_mut_ptr();
+        let (values, none) = (parameters.as_mut_ptr(), ptr::null_mut());
         // SAFETY: the driver copies the parameters before it returns; the rest is the caller's
         // promise.
-        unsafe {
-            self.cuLaunchKernel(
-                function,
-                grid,
-                1,
-                1,
-                block,
-                1,
-                1,
-                0,
-                stream,
-                parameters,
-                ptr::null_mut(),
-            )
-        }
+        unsafe { self.cuLaunchKernel(kernel, grid, 1, 1, block, 1, 1, 0, stream, values, none) }
     }
 }

@@ -20,14 +20,14 @@ use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
 use super::backend::memory::size;
+use super::host_copy::{Arrived, StagedCopy};
 use super::shutdown_gate;
 use super::staging::{LARGEST, Piece, Purpose, StagingLease, UPLOADS_MAX};
 use super::sys::Fault;
 use super::sys::{
-    CUDA_MEMCPY3D, CUdeviceptr, CUstream, EVENT_DISABLE_TIMING, MEMORYTYPE_UNIFIED,
-    STREAM_WRITE_VALUE_DEFAULT,
+    CUDA_MEMCPY3D, CUdeviceptr, CUstream, EVENT_DISABLE_TIMING, STREAM_WRITE_VALUE_DEFAULT,
 };
-use crate::backend::{Copies, DevicePtr, HostCopy, RawStream, Rows};
+use crate::backend::{Copies, DevicePtr, HostCopy, RawStream, Rows, copy_at_once};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result, StateFault};
 use crate::slow_path::{self, SlowPath};
@@ -44,31 +44,29 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How often a query is refused before its stream counts as failed.
 const QUERIES: u32 = 3;
 
-/// The limit of a wait for a copy.
-#[derive(Debug, Clone, Copy)]
-enum Limit {
-    Patience,
-    /// The copy uses memory of the caller that is borrowed for the call alone.
-    None,
-}
+/// No limit, for a copy that uses memory of the caller that is borrowed for the call alone.
+const NO_LIMIT: Duration = Duration::MAX;
 
 /// A limited wait.
 struct Wait {
     start: Instant,
+    limit: Duration,
     backoff: Backoff,
 }
 
 impl Wait {
-    fn new() -> Wait {
+    fn new(limit: Duration) -> Wait {
+        let (start, backoff) = (Instant::now(), Backoff::default());
         Wait {
-            start: Instant::now(),
-            backoff: Backoff::default(),
+            start,
+            limit,
+            backoff,
         }
     }
 
     fn pause(&mut self, what: impl FnOnce() -> String) -> Result<()> {
-        if self.start.elapsed() >= PATIENCE {
-            return Err(Error::timeout(what(), PATIENCE));
+        if self.start.elapsed() >= self.limit {
+            return Err(Error::timeout(what(), self.limit));
         }
         shutdown_gate::leave_if_ending();
         self.backoff.pause();
@@ -82,16 +80,14 @@ fn earlier_work() -> String {
 
 impl Copies for CudaBackend {
     unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.enqueue_rows(stream.0, rows) }.map_err(|error| self.explain(error))
+        // SAFETY: the caller's promise; the context is current.
+        self.enqueued(|_| unsafe { self.enqueue_rows(stream.0, rows) })
     }
 
     unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
         let bytes = size(bytes)?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.cuMemsetD8Async(dst, 0, bytes, stream.0) }
-            .map_err(|fault| self.explain(fault.into()))
+        self.enqueued(|driver| unsafe { driver.cuMemsetD8Async(dst, 0, bytes, stream.0) })
     }
 
     unsafe fn upload_pieces(
@@ -150,11 +146,46 @@ impl Copies for CudaBackend {
 
     unsafe fn copy_to_host(
         &self,
-        stream: RawStream,
+        RawStream(stream): RawStream,
         ranges: &[(DevicePtr, u64)],
     ) -> Result<Box<dyn HostCopy>> {
+        let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>() as usize;
+        if bytes == 0 {
+            return Ok(Box::new(Vec::new()));
+        }
+        let backend = self.me.upgrade().ok_or_else(|| self.reset_error())?;
+        let current = self.enter()?;
+        // SAFETY: the stream is the caller's.
+        unsafe { self.check_not_capturing(stream) }?;
+        let lease = self.staging.lend(self.driver, bytes, Purpose::Kept)?;
+        let Some(lease) = lease else {
+            // The callers that have the memory may each wait for more of it: no wait here.
+            drop(current);
+            // SAFETY: the caller's promise.
+            let download =
+                |dst: &mut [u8], src| unsafe { self.download(RawStream(stream), dst, src) };
+            return copy_at_once(ranges, download);
+        };
+        slow_path::count(SlowPath::StagedDownload, bytes as u64);
         // SAFETY: the caller's promise.
-        unsafe { self.copy_ranges_to_host(stream.0, ranges) }
+        let enqueued = unsafe { self.enqueue_ranges(stream, ranges, &lease) };
+        // Also behind a failure: the earlier copies are in progress. One word for all of them: the
+        // copy engine does not stop between two copies.
+        // SAFETY: the word is never unmapped.
+        let signalled = unsafe { self.signal_lease(stream, &lease) };
+        let enqueued = enqueued.and(signalled).map_err(Error::from);
+        // SAFETY: the stream is the caller's.
+        if let Err(error) = unsafe { self.settled(stream, enqueued) } {
+            self.staging.leave(lease);
+            return Err(error);
+        }
+        let lease = Some(lease);
+        let to = Some(Arrived {
+            backend,
+            lease,
+            bytes,
+        });
+        Ok(Box::new(StagedCopy { stream, to }))
     }
 }
 
@@ -164,7 +195,7 @@ impl CudaBackend {
     /// # Safety
     /// As for [`Copies::upload`]; the context is current.
     unsafe fn upload_in_turn(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
-        let mut wait = Wait::new();
+        let mut wait = Wait::new(PATIENCE);
         loop {
             // SAFETY: the caller's promise.
             if unsafe { self.driver.stream_query(stream) }? {
@@ -198,15 +229,13 @@ impl CudaBackend {
         if !late && src.len() > SHORT_MAX {
             slow_path::count(SlowPath::PageableUpload, src.len() as u64);
         }
+        let (from, bytes) = (src.as_ptr().cast(), src.len());
         // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see
         // below.
-        unsafe {
-            self.driver
-                .cuMemcpyHtoDAsync_v2(dst, src.as_ptr().cast(), src.len(), stream)
-        }?;
+        unsafe { self.driver.cuMemcpyHtoDAsync_v2(dst, from, bytes, stream) }?;
         if late {
             // SAFETY: the stream is the caller's.
-            let waited = unsafe { self.wait_for_copy(stream, Limit::None) };
+            let waited = unsafe { self.wait_for_copy(stream, NO_LIMIT) };
             // SAFETY: as above.
             return unsafe { self.settled(stream, waited) };
         }
@@ -225,33 +254,26 @@ impl CudaBackend {
         bytes: usize,
         lease: StagingLease,
     ) -> Result<()> {
-        let (mut sources, mut source): (_, &[u8]) = (sources.iter(), &[]);
-        let (mut at, mut left, mut copied) = (dst, bytes, Ok(()));
-        for piece in &lease.pieces {
-            let length = left.min(lease.piece_bytes);
-            let mut filled = 0;
-            while filled < length {
-                if source.is_empty() {
-                    // They have the bytes that were counted.
-                    let Some(next) = sources.next() else { break };
-                    source = next;
-                    continue;
-                }
-                let (now, later) = source.split_at(source.len().min(length - filled));
-                // SAFETY: the piece is this lease's alone and has at least `length` bytes.
+        let (mut at, mut copied) = (0, Ok(()));
+        for &(mut source) in sources {
+            while !source.is_empty() && copied.is_ok() {
+                let (piece, filled) = lease.piece_at(at);
+                let room = lease.piece_bytes - filled;
+                let (now, later) = source.split_at(source.len().min(room));
+                // SAFETY: the piece is this lease's alone and has room for so many bytes more.
                 unsafe {
                     let place = piece.place.add(filled);
                     ptr::copy_nonoverlapping(now.as_ptr(), place, now.len());
                 }
-                (source, filled) = (later, filled + now.len());
+                (source, at) = (later, at + now.len());
+                if now.len() == room || at == bytes {
+                    let length = filled + now.len();
+                    let dst = dst + (at - length) as u64;
+                    // SAFETY: the caller's promise on `dst`; the piece stays as it is until the word
+                    // is written behind the copy.
+                    copied = unsafe { self.upload_piece(dst, piece, length, stream) };
+                }
             }
-            // SAFETY: the caller's promise on `dst`; the piece stays as it is until the word is
-            // written behind the copy.
-            copied = unsafe { self.upload_piece(at, piece, length, stream) };
-            if copied.is_err() {
-                break;
-            }
-            (at, left) = (at + length as u64, left - length);
         }
         // Also behind a failure: the earlier pieces are in progress.
         // SAFETY: the word is never unmapped.
@@ -292,18 +314,17 @@ impl CudaBackend {
         bytes: usize,
         stream: CUstream,
     ) -> std::result::Result<(), Fault> {
+        let (driver, from) = (self.driver, piece.place.cast());
         if !self.goes_as_rows(bytes) {
             // SAFETY: the caller's promise.
-            return unsafe {
-                self.driver
-                    .cuMemcpyHtoDAsync_v2(dst, piece.place.cast(), bytes, stream)
-            };
+            return unsafe { driver.cuMemcpyHtoDAsync_v2(dst, from, bytes, stream) };
         }
         // An odd number: twice, one byte apart.
         for start in 0..=(bytes % 2) as u64 {
-            let rows = two_rows(dst + start, piece.place_ptr + start, bytes / 2);
+            let (row, from) = (bytes / 2, piece.place_ptr + start);
+            let rows = CUDA_MEMCPY3D::linear((dst + start, row, 2), (from, row, 2), [row, 2, 1]);
             // SAFETY: both ranges lie in those that the caller promises.
-            unsafe { self.driver.cuMemcpy3DAsync_v2(&rows, stream) }?;
+            unsafe { driver.cuMemcpy3DAsync_v2(&rows, stream) }?;
         }
         Ok(())
     }
@@ -319,7 +340,7 @@ impl CudaBackend {
         if matches!(outcome, Ok(()) | Err(Error::Timeout { .. })) {
             return outcome;
         }
-        let (mut wait, mut refusals) = (Wait::new(), 0);
+        let (mut wait, mut refusals) = (Wait::new(PATIENCE), 0);
         while refusals < QUERIES {
             // SAFETY: the caller's promise.
             match unsafe { self.driver.stream_query(stream) } {
@@ -347,15 +368,13 @@ impl CudaBackend {
         // borrowed until it is done, so that wait has no limit. It takes the bus's time, unless
         // another thread of the caller's makes the stream wait at this very moment.
         // SAFETY: the stream is the caller's.
-        unsafe { self.wait_for_copy(stream, Limit::Patience) }?;
+        unsafe { self.wait_for_copy(stream, PATIENCE) }?;
+        let to = dst.as_mut_ptr().cast();
         // SAFETY: the caller's promise on `src`; `dst` is borrowed until the copy is done, see
         // below.
-        unsafe {
-            self.driver
-                .cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src, dst.len(), stream)
-        }?;
+        unsafe { self.driver.cuMemcpyDtoHAsync_v2(to, src, dst.len(), stream) }?;
         // SAFETY: the stream is the caller's.
-        unsafe { self.wait_for_copy(stream, Limit::None) }
+        unsafe { self.wait_for_copy(stream, NO_LIMIT) }
     }
 
     /// Downloads through staging pieces. The pieces that remain in `window` at the end are still in
@@ -374,7 +393,7 @@ impl CudaBackend {
             if window.len() == WINDOW {
                 self.finish_first(stream, window)?;
             }
-            let mut wait = Wait::new();
+            let mut wait = Wait::new(PATIENCE);
             let lease = loop {
                 match self
                     .staging
@@ -385,17 +404,9 @@ impl CudaBackend {
                     None => wait.pause(|| "page-locked memory for a copy to the host".into())?,
                 }
             };
-            // SAFETY: the caller's promise on `src`; the one piece is this lease's alone, as long,
-            // and stays.
-            let copied = unsafe {
-                self.driver.cuMemcpyDtoHAsync_v2(
-                    lease.pieces[0].place.cast(),
-                    src,
-                    bytes.len(),
-                    stream,
-                )
-            };
-            if let Err(fault) = copied {
+            let range = (src, bytes.len() as u64);
+            // SAFETY: the caller's promise on `src`; the lease has one piece.
+            if let Err(fault) = unsafe { self.enqueue_ranges(stream, &[range], &lease) } {
                 self.staging.give_back(lease);
                 return Err(fault.into());
             }
@@ -406,6 +417,34 @@ impl CudaBackend {
         }
         while !window.is_empty() {
             self.finish_first(stream, window)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues copies of ranges, one behind the other, to a lease's memory.
+    ///
+    /// # Safety
+    /// As for [`Copies::copy_to_host`]; the context is current; the lease has room.
+    unsafe fn enqueue_ranges(
+        &self,
+        stream: CUstream,
+        ranges: &[(CUdeviceptr, u64)],
+        lease: &StagingLease,
+    ) -> std::result::Result<(), Fault> {
+        let (driver, mut at) = (self.driver, 0);
+        for &(mut src, bytes) in ranges {
+            let end = at + bytes as usize;
+            while at < end {
+                let (piece, offset) = lease.piece_at(at);
+                let length = (end - at).min(lease.piece_bytes - offset);
+                // SAFETY: the caller's promise on `src`; the place lies in a piece that is this
+                // lease's alone, and so do the bytes behind it.
+                unsafe {
+                    let place = piece.place.add(offset).cast();
+                    driver.cuMemcpyDtoHAsync_v2(place, src, length, stream)
+                }?;
+                (at, src) = (at + length, src + length as u64);
+            }
         }
         Ok(())
     }
@@ -439,18 +478,15 @@ impl CudaBackend {
         stream: CUstream,
         lease: &StagingLease,
     ) -> std::result::Result<(), Fault> {
-        let (word, value) = (lease.word_ptr, lease.value);
+        let (driver, word, flags) = (self.driver, lease.word_ptr, STREAM_WRITE_VALUE_DEFAULT);
         // SAFETY: the word is never unmapped; the rest is the caller's promise.
-        unsafe {
-            self.driver
-                .cuStreamWriteValue64_v2(stream, word, value, STREAM_WRITE_VALUE_DEFAULT)
-        }
+        unsafe { driver.cuStreamWriteValue64_v2(stream, word, lease.value, flags) }
     }
 
     /// Waits until the stream is past a lease. The stream is live as long as the copy that it was
     /// given.
     pub(super) fn wait_for_lease(&self, stream: CUstream, lease: &StagingLease) -> Result<()> {
-        let mut wait = Wait::new();
+        let mut wait = Wait::new(PATIENCE);
         while !lease.is_past() {
             if !wait.backoff.is_spinning() {
                 // A stream writes no word after its work has failed.
@@ -467,41 +503,20 @@ impl CudaBackend {
     ///
     /// # Safety
     /// The stream is live, the context current.
-    unsafe fn wait_for_copy(&self, stream: CUstream, limit: Limit) -> Result<()> {
+    unsafe fn wait_for_copy(&self, stream: CUstream, limit: Duration) -> Result<()> {
         let event = self.driver.cuEventCreate(EVENT_DISABLE_TIMING)?;
         // SAFETY: both are live.
         let recorded = unsafe { self.driver.cuEventRecord(event, stream) };
         let waited = recorded.map_err(Error::from).and_then(|()| {
-            let mut wait = Wait::new();
+            let mut wait = Wait::new(limit);
             // SAFETY: the event is live until the end of this function.
             while !unsafe { self.driver.event_query(event) }? {
-                match (wait.pause(earlier_work), limit) {
-                    (Err(_), Limit::None) => wait = Wait::new(),
-                    (paused, _) => paused?,
-                }
+                wait.pause(earlier_work)?;
             }
             Ok(())
         });
         // SAFETY: created above, destroyed here only.
         let destroyed = unsafe { self.driver.cuEventDestroy_v2(event) };
         waited.and(destroyed.map_err(Error::from))
-    }
-}
-
-/// A copy of two rows that lie behind each other.
-fn two_rows(to: CUdeviceptr, from: CUdeviceptr, row_bytes: usize) -> CUDA_MEMCPY3D {
-    CUDA_MEMCPY3D {
-        src_memory_type: MEMORYTYPE_UNIFIED,
-        src_device: from,
-        src_pitch: row_bytes,
-        src_height: 2,
-        dst_memory_type: MEMORYTYPE_UNIFIED,
-        dst_device: to,
-        dst_pitch: row_bytes,
-        dst_height: 2,
-        width: row_bytes,
-        height: 2,
-        depth: 1,
-        ..CUDA_MEMCPY3D::default()
     }
 }

@@ -1,11 +1,11 @@
 //! The driver's status codes: from a [`Fault`] of one call to a typed [`Error`] with a next step.
 
 use std::ffi::{CStr, c_char};
-use std::io;
-use std::path::Path;
+use std::fs::OpenOptions;
+use std::io::ErrorKind;
 
 use super::shutdown_gate;
-use super::sys::{self, CUresult, Fault};
+use super::sys::{self, CUresult, Driver, Fault};
 use crate::error::{DeviceFault, Error, StateFault};
 
 impl Fault {
@@ -37,24 +37,20 @@ impl Fault {
 
 impl From<Fault> for Error {
     fn from(fault: Fault) -> Error {
-        match fault {
-            Fault::Symbol(symbol) => Error::device(
-                DeviceFault::OldDriver,
-                format!("the CUDA driver lacks {symbol}"),
-            ),
-            Fault::Call {
-                code: CUresult::NOT_INITIALIZED,
-                ..
-            } if shutdown_gate::forked() => Error::State(StateFault::Forked),
-            Fault::Call {
-                code: CUresult::NO_DEVICE,
-                ..
-            } => no_device(),
-            Fault::Call {
-                code: CUresult::CAPTURED_EVENT,
-                ..
-            } => Error::State(StateFault::Capturing("the event".into())),
-            Fault::Call { call, code } => Error::Driver {
+        let (call, code) = match fault {
+            Fault::Call { call, code } => (call, code),
+            Fault::Symbol(symbol) => {
+                let text = format!("the CUDA driver lacks {symbol}");
+                return Error::device(DeviceFault::OldDriver, text);
+            }
+        };
+        match code {
+            CUresult::NOT_INITIALIZED if shutdown_gate::forked() => {
+                Error::State(StateFault::Forked)
+            }
+            CUresult::NO_DEVICE => no_device(),
+            CUresult::CAPTURED_EVENT => Error::State(StateFault::Capturing("the event".into())),
+            _ => Error::Driver {
                 call,
                 code: code.0,
                 name: name(code),
@@ -68,25 +64,15 @@ impl From<Fault> for Error {
 /// The error of a `cuInit` that failed with `fault`: several codes can mean a missing permission.
 pub(super) fn init_error(fault: Fault) -> Error {
     for path in ["/dev/nvidiactl", "/dev/nvidia0"] {
-        if let Some(error) = permission_error(Path::new(path)) {
-            return error;
+        let opened = OpenOptions::new().read(true).write(true).open(path);
+        if opened.is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
+            return Error::device(
+                DeviceFault::NoPermission,
+                format!("no permission on {path}"),
+            );
         }
     }
     fault.into()
-}
-
-fn permission_error(path: &Path) -> Option<Error> {
-    let opened = std::fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open(path);
-    match opened {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            let text = format!("no permission on {}", path.display());
-            Some(Error::device(DeviceFault::NoPermission, text))
-        }
-        _ => None,
-    }
 }
 
 /// [`DeviceFault::NoGpu`], with the value of `CUDA_VISIBLE_DEVICES` if that may hide the GPUs.
@@ -100,33 +86,22 @@ pub(super) fn no_device() -> Error {
 }
 
 fn name(code: CUresult) -> String {
-    let lookup = sys::driver().ok().and_then(|driver| driver.cuGetErrorName);
-    look_up(lookup, code).unwrap_or_else(|| format!("CUresult {}", code.0))
+    look_up(Driver::cuGetErrorName, code).unwrap_or_else(|| format!("CUresult {}", code.0))
 }
 
 fn text(code: CUresult) -> String {
-    let lookup = sys::driver()
-        .ok()
-        .and_then(|driver| driver.cuGetErrorString);
-    look_up(lookup, code).unwrap_or_else(|| "the driver has no text for it".into())
+    let unknown = || "the driver has no text for it".into();
+    look_up(Driver::cuGetErrorString, code).unwrap_or_else(unknown)
 }
 
-fn look_up(lookup: Option<sys::signature::cuGetErrorName>, code: CUresult) -> Option<String> {
-    let lookup = lookup?;
+type LookUp = fn(&Driver, CUresult) -> Result<*const c_char, Fault>;
+
+fn look_up(look_up: LookUp, code: CUresult) -> Option<String> {
     let _guard = shutdown_gate::enter();
-    let mut text: *const c_char = std::ptr::null();
-    // SAFETY: both lookups only store a pointer to a string that is part of the driver's library.
-    let found = unsafe { lookup(code, &mut text) };
-    if found != CUresult::SUCCESS || text.is_null() {
-        return None;
-    }
-    // SAFETY: not null after success, so a NUL-terminated string of the library, which is never
-    // unloaded.
-    Some(
-        unsafe { CStr::from_ptr(text) }
-            .to_string_lossy()
-            .into_owned(),
-    )
+    let text = look_up(sys::driver().ok()?, code).ok()?;
+    // SAFETY: not null, so a NUL-terminated string of the library, which is never unloaded.
+    let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })?;
+    Some(text.to_string_lossy().into_owned())
 }
 
 /// `CUDA_ERROR_STREAM_CAPTURE_...`.

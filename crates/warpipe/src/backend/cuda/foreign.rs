@@ -72,11 +72,11 @@ impl Imports for CudaBackend {
             .driver
             .cuMemRetainAllocationHandle(address)
             .map_err(|fault| not_exportable(fault, ptr, PointerKind::Unknown))?;
-        match self.driver.address_range(ptr) {
+        match self.driver.cuMemGetAddressRange_v2(ptr) {
             Ok((base, bytes)) => Ok(Retained {
                 handle,
                 base,
-                bytes,
+                bytes: bytes as u64,
             }),
             Err(fault) => {
                 // SAFETY: held just now, and used by nothing.

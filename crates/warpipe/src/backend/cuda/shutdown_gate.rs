@@ -154,17 +154,10 @@ fn this_thread() -> i32 {
 impl Here {
     #[inline]
     fn number(&self) -> usize {
-        match self.number.get() {
-            UNNUMBERED => self.take_number(),
-            number => number,
+        if self.number.get() == UNNUMBERED {
+            self.number.set(NEXT.fetch_add(1, Relaxed));
         }
-    }
-
-    #[cold]
-    fn take_number(&self) -> usize {
-        let number = NEXT.fetch_add(1, Relaxed);
-        self.number.set(number);
-        number
+        self.number.get()
     }
 }
 

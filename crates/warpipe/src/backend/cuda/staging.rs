@@ -66,6 +66,12 @@ pub(super) struct Piece {
     pub(super) place_ptr: CUdeviceptr,
 }
 
+// SAFETY: an address of memory that lives as long as the process, and that the owner of a lease of
+// it alone accesses.
+unsafe impl Send for Piece {}
+// SAFETY: as above.
+unsafe impl Sync for Piece {}
+
 /// Pieces on loan for one copy. A lease that is neither [returned](Staging::give_back) nor [left to
 /// the stream](Staging::leave) is leaked, as a failure in between requires: a device may still use
 /// the pieces.
@@ -84,6 +90,14 @@ pub(super) struct StagingLease {
 impl StagingLease {
     pub(super) fn is_past(&self) -> bool {
         self.word.reached(self.value)
+    }
+
+    /// The piece with the byte of this number, and the byte's place there.
+    pub(super) fn piece_at(&self, byte: usize) -> (&Piece, usize) {
+        (
+            &self.pieces[byte / self.piece_bytes],
+            byte % self.piece_bytes,
+        )
     }
 }
 

@@ -47,9 +47,8 @@ impl Streams for CudaBackend {
 
     #[inline]
     unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise; the context is current.
-        unsafe { self.enqueue(stream.0, ops) }.map_err(|error| self.explain(error))
+        self.enqueued(|_| unsafe { self.enqueue(stream.0, ops) })
     }
 
     unsafe fn batch_at_once(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
@@ -63,18 +62,15 @@ impl Streams for CudaBackend {
     }
 
     unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
         // A trait object is two words wide and the driver passes one: hence the second box.
         let argument = Box::into_raw(Box::new(function)).cast::<c_void>();
         // SAFETY: the trampoline takes exactly such a pointer, once; the stream is the caller's
         // promise.
-        let launched = unsafe { self.driver.cuLaunchHostFunc(stream.0, run_on_cpu, argument) };
-        if let Err(fault) = launched {
-            // SAFETY: the driver did not take the call, so the box is still ours alone.
-            drop(unsafe { Box::from_raw(argument.cast::<HostFunction>()) });
-            return Err(self.explain(fault.into()));
-        }
-        Ok(())
+        self.enqueued(|driver| unsafe { driver.cuLaunchHostFunc(stream.0, run_on_cpu, argument) })
+            .inspect_err(|_| {
+                // SAFETY: the driver did not take the call, so the box is still ours alone.
+                drop(unsafe { Box::from_raw(argument.cast::<HostFunction>()) });
+            })
     }
 
     unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool> {
@@ -110,17 +106,13 @@ impl Streams for CudaBackend {
     }
 
     unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.cuEventRecord(event.0, stream.0) }
-            .map_err(|fault| self.explain(fault.into()))
+        self.enqueued(|driver| unsafe { driver.cuEventRecord(event.0, stream.0) })
     }
 
     unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.cuStreamWaitEvent(stream.0, event.0, 0) }
-            .map_err(|fault| self.explain(fault.into()))
+        self.enqueued(|driver| unsafe { driver.cuStreamWaitEvent(stream.0, event.0, 0) })
     }
 
     unsafe fn query_event(&self, event: RawEvent) -> Result<bool> {
@@ -161,33 +153,27 @@ impl CudaBackend {
 
     /// # Safety
     /// As for `enqueue`; at most [`BATCH_MAX`] operations.
-    unsafe fn enqueue_batch(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
+    unsafe fn enqueue_batch(&self, stream: CUstream, ops: &[StreamOp]) -> Result<(), Fault> {
+        let driver = self.driver;
         match *ops {
             [StreamOp::Signal { word, value }] => {
                 let flags = STREAM_WRITE_VALUE_DEFAULT;
                 // SAFETY: the caller's promise on stream and word.
-                unsafe {
-                    self.driver
-                        .cuStreamWriteValue64_v2(stream, word, value, flags)
-                }?
+                unsafe { driver.cuStreamWriteValue64_v2(stream, word, value, flags) }
             }
             [StreamOp::Wait { word, value }] => {
                 let compare = STREAM_WAIT_VALUE_GEQ;
                 // SAFETY: as above.
-                unsafe {
-                    self.driver
-                        .cuStreamWaitValue64_v2(stream, word, value, compare)
-                }?
+                unsafe { driver.cuStreamWaitValue64_v2(stream, word, value, compare) }
             }
             _ => {
                 let mut parameters = [const { MaybeUninit::uninit() }; BATCH_MAX];
                 let filled = fill(&mut parameters, ops);
                 let (count, first) = (filled.len() as c_uint, filled.as_mut_ptr());
                 // SAFETY: as above, for every word; pointer and count are those of one slice.
-                unsafe { self.driver.cuStreamBatchMemOp_v2(stream, count, first, 0) }?;
+                unsafe { driver.cuStreamBatchMemOp_v2(stream, count, first, 0) }
             }
         }
-        Ok(())
     }
 }
 
@@ -226,20 +212,12 @@ fn fill<'a>(
     ops: &[StreamOp],
 ) -> &'a mut [CUstreamBatchMemOpParams] {
     let count = ops.len().min(BATCH_MAX);
+    let write = (STREAM_MEM_OP_WRITE_VALUE_64, STREAM_WRITE_VALUE_DEFAULT);
+    let wait = (STREAM_MEM_OP_WAIT_VALUE_64, STREAM_WAIT_VALUE_GEQ);
     for (parameter, op) in room.iter_mut().zip(ops) {
-        let (operation, address, value, flags) = match *op {
-            StreamOp::Signal { word, value } => (
-                STREAM_MEM_OP_WRITE_VALUE_64,
-                word,
-                value,
-                STREAM_WRITE_VALUE_DEFAULT,
-            ),
-            StreamOp::Wait { word, value } => (
-                STREAM_MEM_OP_WAIT_VALUE_64,
-                word,
-                value,
-                STREAM_WAIT_VALUE_GEQ,
-            ),
+        let ((operation, flags), address, value) = match *op {
+            StreamOp::Signal { word, value } => (write, word, value),
+            StreamOp::Wait { word, value } => (wait, word, value),
         };
         parameter.write(CUstreamBatchMemOpParams {
             operation,

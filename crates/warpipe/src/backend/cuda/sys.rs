@@ -109,7 +109,7 @@ pub(super) struct CUipcHandle {
 pub(super) const IPC_MEM_LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct CUmemLocation {
     pub kind: c_uint,
     pub id: c_int,
@@ -118,12 +118,12 @@ pub(super) struct CUmemLocation {
 pub(super) const MEM_LOCATION_TYPE_DEVICE: c_uint = 1;
 
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct CUmemAllocationProp {
     pub kind: c_uint,
     pub requested_handle_types: c_uint,
     pub location: CUmemLocation,
-    pub win32_handle_metadata: *mut c_void,
+    pub win32_handle_metadata: usize,
     pub compression_type: u8,
     pub gpu_direct_rdma_capable: u8,
     pub usage: u16,
@@ -193,6 +193,43 @@ pub(super) struct CUDA_MEMCPY3D {
     pub depth: usize,
 }
 
+impl CUDA_MEMCPY3D {
+    /// A copy between boxes of linear memory. A side is its address, the distance of its rows, and
+    /// the number of rows in a slice; the extent is a row's bytes, rows, and slices.
+    pub fn linear(
+        (dst_device, dst_pitch, dst_height): (CUdeviceptr, usize, usize),
+        (src_device, src_pitch, src_height): (CUdeviceptr, usize, usize),
+        [width, height, depth]: [usize; 3],
+    ) -> CUDA_MEMCPY3D {
+        CUDA_MEMCPY3D {
+            src_memory_type: MEMORYTYPE_UNIFIED,
+            src_device,
+            src_pitch,
+            src_height,
+            dst_memory_type: MEMORYTYPE_UNIFIED,
+            dst_device,
+            dst_pitch,
+            dst_height,
+            width,
+            height,
+            depth,
+            ..CUDA_MEMCPY3D::default()
+        }
+    }
+}
+
+/// `CUpointer_attribute`: those that are numbers of at most 64 bits, or handles.
+#[repr(u32)]
+#[derive(Debug, Clone, Copy)]
+pub(super) enum PointerAttribute {
+    MemoryType = 2,
+    BufferId = 7,
+    IsManaged = 8,
+    DeviceOrdinal = 9,
+    IsLegacyIpcCapable = 10,
+    MempoolHandle = 17,
+}
+
 pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(super) const STREAM_CAPTURE_STATUS_NONE: c_uint = 0;
 pub(super) const STREAM_CAPTURE_MODE_RELAXED: c_uint = 2;
@@ -200,12 +237,6 @@ pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
 pub(super) const EVENT_INTERPROCESS: c_uint = 4;
 pub(super) const MEMHOSTREGISTER_PORTABLE: c_uint = 1;
 pub(super) const MEMHOSTREGISTER_DEVICEMAP: c_uint = 2;
-pub(super) const POINTER_ATTRIBUTE_MEMORY_TYPE: c_uint = 2;
-pub(super) const POINTER_ATTRIBUTE_BUFFER_ID: c_uint = 7;
-pub(super) const POINTER_ATTRIBUTE_IS_MANAGED: c_uint = 8;
-pub(super) const POINTER_ATTRIBUTE_DEVICE_ORDINAL: c_uint = 9;
-pub(super) const POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: c_uint = 10;
-pub(super) const POINTER_ATTRIBUTE_MEMPOOL_HANDLE: c_uint = 17;
 pub(super) const MEMORYTYPE_HOST: c_uint = 1;
 pub(super) const MEMORYTYPE_UNIFIED: c_uint = 4;
 pub(super) const FUNC_ATTRIBUTE_NUM_REGS: c_uint = 4;
@@ -217,17 +248,18 @@ pub(super) const DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: c_uint = 122;
 pub(super) const DEVICE_ATTRIBUTE_MPS_ENABLED: c_uint = 133;
 
 /// Declares the table: a type for each function's pointer, a field for it, the lookup by its name,
-/// and the checked call. A function with a result stores it at the address that is its first
-/// parameter in C. Only one that is `[safe]` may be called with any arguments: it gets plain
-/// values, and numbers and handles that the driver looks up.
+/// and the checked call. A function stores its results at addresses that are its first parameters
+/// in C (`->`), or its last ones (`=>`). Only one that is `[safe]` may be called with any arguments:
+/// it gets plain values, and numbers and handles that the driver looks up.
 macro_rules! functions {
-    ($($([$safety:tt])? fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $out:ty)?;)*) => {
+    ($($([$safety:tt])? fn $name:ident($($argument:ident: $type:ty),* $(,)?)
+        $(-> $($first:ident: $first_type:ty),+)? $(=> $($last:ident: $last_type:ty),+)?;)*) => {
         /// The types of the functions, under the functions' names.
         #[allow(non_camel_case_types)]
         pub(super) mod signature {
             use super::*;
-            $(pub(in super::super) type $name =
-                unsafe extern "C" fn($(*mut $out,)? $($type),*) -> CUresult;)*
+            $(pub(in super::super) type $name = unsafe extern "C" fn(
+                $($(*mut $first_type,)+)? $($type,)* $($(*mut $last_type),+)?) -> CUresult;)*
         }
 
         /// The functions of the loaded driver; `None` where it lacks one.
@@ -251,107 +283,113 @@ macro_rules! functions {
                 Driver { $($name,)* _library: library }
             }
 
-            $(method! { $([$safety])? $name($($argument: $type),*) $(-> $out)? })*
+            $(method! { $([$safety])? $name($($argument: $type),*)
+                [$($($first: $first_type),+)?] [$($($last: $last_type),+)?] })*
         }
     };
 }
 
 /// The checked call of a function.
 macro_rules! method {
-    ([safe] $name:ident($($argument:ident: $type:ty),*) $(-> $out:ty)?) => {
-        #[allow(unused_parens, reason = "a call without a result gives `()`")]
+    ([safe] $name:ident($($argument:ident: $type:ty),*) $first:tt $last:tt) => {
+        #[allow(unused_parens, reason = "a call with one result gives no tuple")]
         #[inline]
-        pub(super) fn $name(&self, $($argument: $type),*) -> Result<($($out)?), Fault> {
+        pub(super) fn $name(&self, $($argument: $type),*) -> Result<results!($first $last), Fault> {
             // SAFETY: the driver checks what it is given.
-            unsafe { checked!(self, $name, [$($argument),*] $(-> $out)?) }
+            unsafe { checked!(self, $name, [$($argument),*] $first $last) }
         }
     };
-    ($name:ident($($argument:ident: $type:ty),*) $(-> $out:ty)?) => {
+    ($name:ident($($argument:ident: $type:ty),*) $first:tt $last:tt) => {
         /// # Safety
         /// As the driver's manual says of the function: handles are live, addresses valid.
-        #[allow(dead_code, reason = "those that name an error are called outside the gate, too")]
         #[allow(clippy::too_many_arguments, reason = "the driver's own")]
-        #[allow(unused_parens, reason = "a call without a result gives `()`")]
+        #[allow(unused_parens, reason = "a call with one result gives no tuple")]
         #[inline]
-        pub(super) unsafe fn $name(&self, $($argument: $type),*) -> Result<($($out)?), Fault> {
+        pub(super) unsafe fn $name(&self, $($argument: $type),*)
+            -> Result<results!($first $last), Fault> {
             // SAFETY: the caller's promise.
-            unsafe { checked!(self, $name, [$($argument),*] $(-> $out)?) }
+            unsafe { checked!(self, $name, [$($argument),*] $first $last) }
         }
+    };
+}
+
+macro_rules! results {
+    ([$($first:ident: $first_type:ty),*] [$($last:ident: $last_type:ty),*]) => {
+        ($($first_type),* $($last_type),*)
     };
 }
 
 /// The call, under the promise of the block that it is expanded in.
 macro_rules! checked {
-    ($driver:ident, $name:ident, [$($argument:expr),*]) => {{
+    ($driver:ident, $name:ident, [$($argument:expr),*]
+        [$($first:ident: $first_type:ty),*] [$($last:ident: $last_type:ty),*]) => {{
         debug_assert!(shutdown_gate::is_inside(), "{} outside the gate", stringify!($name));
+        // Numbers, handles and addresses: zeros are valid.
+        $(let mut $first: $first_type = std::mem::zeroed();)*
+        $(let mut $last: $last_type = std::mem::zeroed();)*
         match $driver.$name {
             None => Err(Fault::Symbol(stringify!($name))),
-            Some(function) => match function($($argument),*) {
-                CUresult::SUCCESS => Ok(()),
+            Some(function) => match function($(&mut $first,)* $($argument,)* $(&mut $last),*) {
+                CUresult::SUCCESS => Ok(($($first),* $($last),*)),
                 code => Err(Fault::Call { call: stringify!($name), code }),
             },
         }
-    }};
-    ($driver:ident, $name:ident, [$($argument:expr),*] -> $out:ty) => {{
-        // Numbers, handles and addresses: zeros are valid.
-        let mut value: $out = std::mem::zeroed();
-        checked!($driver, $name, [&mut value $(, $argument)*]).map(|()| value)
     }};
 }
 
 functions! {
     [safe] fn cuInit(flags: c_uint);
-    fn cuGetErrorName(error: CUresult, text: *mut *const c_char);
-    fn cuGetErrorString(error: CUresult, text: *mut *const c_char);
-    [safe] fn cuDeviceGetCount() -> c_int;
-    [safe] fn cuDeviceGet(ordinal: c_int) -> CUdevice;
+    [safe] fn cuGetErrorName(error: CUresult) => text: *const c_char;
+    [safe] fn cuGetErrorString(error: CUresult) => text: *const c_char;
+    [safe] fn cuDeviceGetCount() -> count: c_int;
+    [safe] fn cuDeviceGet(ordinal: c_int) -> device: CUdevice;
     fn cuDeviceGetName(name: *mut c_char, length: c_int, device: CUdevice);
-    [safe] fn cuDeviceGetUuid(device: CUdevice) -> CUuuid;
-    [safe] fn cuDeviceGetUuid_v2(device: CUdevice) -> CUuuid;
-    [safe] fn cuDeviceTotalMem_v2(device: CUdevice) -> usize;
-    [safe] fn cuDeviceGetAttribute(attribute: c_uint, device: CUdevice) -> c_int;
-    [safe] fn cuDeviceCanAccessPeer(device: CUdevice, peer: CUdevice) -> c_int;
-    [safe] fn cuDevicePrimaryCtxRetain(device: CUdevice) -> CUcontext;
+    [safe] fn cuDeviceGetUuid(device: CUdevice) -> uuid: CUuuid;
+    [safe] fn cuDeviceGetUuid_v2(device: CUdevice) -> uuid: CUuuid;
+    [safe] fn cuDeviceTotalMem_v2(device: CUdevice) -> bytes: usize;
+    [safe] fn cuDeviceGetAttribute(attribute: c_uint, device: CUdevice) -> value: c_int;
+    [safe] fn cuDeviceCanAccessPeer(device: CUdevice, peer: CUdevice) -> can: c_int;
+    [safe] fn cuDevicePrimaryCtxRetain(device: CUdevice) -> context: CUcontext;
     [safe] fn cuDevicePrimaryCtxRelease_v2(device: CUdevice);
-    fn cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut c_uint, active: *mut c_int);
-    fn cuCtxGetId(context: CUcontext, id: *mut u64);
-    [safe] fn cuCtxGetCurrent() -> CUcontext;
+    [safe] fn cuDevicePrimaryCtxGetState(device: CUdevice) => flags: c_uint, active: c_int;
+    fn cuCtxGetId(context: CUcontext) => id: u64;
+    [safe] fn cuCtxGetCurrent() -> context: CUcontext;
     fn cuCtxPushCurrent_v2(context: CUcontext);
-    [safe] fn cuCtxPopCurrent_v2() -> CUcontext;
-    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
-    fn cuMemGetAllocationGranularity(prop: *const CUmemAllocationProp, option: c_uint) -> usize;
-    fn cuMemCreate(size: usize, prop: *const CUmemAllocationProp, flags: u64) -> CUmemGenericAllocationHandle;
+    [safe] fn cuCtxPopCurrent_v2() -> context: CUcontext;
+    [safe] fn cuMemGetInfo_v2() -> free: usize, total: usize;
+    fn cuMemGetAllocationGranularity(prop: *const CUmemAllocationProp, option: c_uint) -> bytes: usize;
+    fn cuMemCreate(size: usize, prop: *const CUmemAllocationProp, flags: u64) -> handle: CUmemGenericAllocationHandle;
     fn cuMemRelease(handle: CUmemGenericAllocationHandle);
-    [safe] fn cuMemAddressReserve(size: usize, alignment: usize, hint: CUdeviceptr, flags: u64) -> CUdeviceptr;
+    [safe] fn cuMemAddressReserve(size: usize, alignment: usize, hint: CUdeviceptr, flags: u64) -> address: CUdeviceptr;
     fn cuMemAddressFree(address: CUdeviceptr, size: usize);
     fn cuMemMap(address: CUdeviceptr, size: usize, offset: usize,
         handle: CUmemGenericAllocationHandle, flags: u64);
     fn cuMemUnmap(address: CUdeviceptr, size: usize);
     fn cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const CUmemAccessDesc, count: usize);
-    fn cuMemExportToShareableHandle(handle: CUmemGenericAllocationHandle, kind: c_uint, flags: u64) -> c_int;
-    [safe] fn cuMemRetainAllocationHandle(address: *mut c_void) -> CUmemGenericAllocationHandle;
-    fn cuMemImportFromShareableHandle(shareable: *mut c_void, kind: c_uint) -> CUmemGenericAllocationHandle;
+    fn cuMemExportToShareableHandle(handle: CUmemGenericAllocationHandle, kind: c_uint, flags: u64) -> fd: c_int;
+    [safe] fn cuMemRetainAllocationHandle(address: *mut c_void) -> handle: CUmemGenericAllocationHandle;
+    fn cuMemImportFromShareableHandle(shareable: *mut c_void, kind: c_uint) -> handle: CUmemGenericAllocationHandle;
     fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: c_uint);
     fn cuMemHostUnregister(pointer: *mut c_void);
-    [safe] fn cuMemHostGetDevicePointer_v2(pointer: *mut c_void, flags: c_uint) -> CUdeviceptr;
-    fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, pointer: CUdeviceptr);
-    [safe] fn cuMemAlloc_v2(bytes: usize) -> CUdeviceptr;
+    [safe] fn cuMemHostGetDevicePointer_v2(pointer: *mut c_void, flags: c_uint) -> address: CUdeviceptr;
+    fn cuPointerGetAttribute(data: *mut c_void, attribute: PointerAttribute, pointer: CUdeviceptr);
+    [safe] fn cuMemAlloc_v2(bytes: usize) -> address: CUdeviceptr;
     fn cuMemFree_v2(address: CUdeviceptr);
-    fn cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr);
-    [safe] fn cuIpcGetMemHandle(address: CUdeviceptr) -> CUipcHandle;
-    [safe] fn cuIpcOpenMemHandle_v2(handle: CUipcHandle, flags: c_uint) -> CUdeviceptr;
+    [safe] fn cuMemGetAddressRange_v2(address: CUdeviceptr) -> base: CUdeviceptr, bytes: usize;
+    [safe] fn cuIpcGetMemHandle(address: CUdeviceptr) -> handle: CUipcHandle;
+    [safe] fn cuIpcOpenMemHandle_v2(handle: CUipcHandle, flags: c_uint) -> address: CUdeviceptr;
     fn cuIpcCloseMemHandle(address: CUdeviceptr);
-    fn cuIpcGetEventHandle(event: CUevent) -> CUipcHandle;
-    [safe] fn cuIpcOpenEventHandle(handle: CUipcHandle) -> CUevent;
+    fn cuIpcGetEventHandle(event: CUevent) -> handle: CUipcHandle;
+    [safe] fn cuIpcOpenEventHandle(handle: CUipcHandle) -> event: CUevent;
     fn cuMemcpyAsync(destination: CUdeviceptr, source: CUdeviceptr, bytes: usize, stream: CUstream);
     fn cuMemcpy3DAsync_v2(rows: *const CUDA_MEMCPY3D, stream: CUstream);
     fn cuMemsetD8Async(destination: CUdeviceptr, value: c_uchar, count: usize, stream: CUstream);
     fn cuMemcpyHtoDAsync_v2(destination: CUdeviceptr, source: *const c_void, bytes: usize, stream: CUstream);
     fn cuMemcpyDtoHAsync_v2(destination: *mut c_void, source: CUdeviceptr, bytes: usize, stream: CUstream);
-    [safe] fn cuStreamCreate(flags: c_uint) -> CUstream;
+    [safe] fn cuStreamCreate(flags: c_uint) -> stream: CUstream;
     fn cuStreamDestroy_v2(stream: CUstream);
     fn cuStreamQuery(stream: CUstream);
-    fn cuStreamIsCapturing(stream: CUstream, status: *mut c_uint);
+    fn cuStreamIsCapturing(stream: CUstream) => status: c_uint;
     fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
     fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     fn cuStreamWaitValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
@@ -359,15 +397,15 @@ functions! {
     fn cuStreamBatchMemOp_v2(stream: CUstream, count: c_uint,
         operations: *mut CUstreamBatchMemOpParams, flags: c_uint);
     fn cuLaunchHostFunc(stream: CUstream, function: CUhostFn, argument: *mut c_void);
-    [safe] fn cuEventCreate(flags: c_uint) -> CUevent;
+    [safe] fn cuEventCreate(flags: c_uint) -> event: CUevent;
     fn cuEventDestroy_v2(event: CUevent);
     fn cuEventRecord(event: CUevent, stream: CUstream);
     fn cuEventQuery(event: CUevent);
-    fn cuModuleLoadDataEx(module: *mut CUmodule, image: *const c_void, count: c_uint,
-        options: *mut c_uint, values: *mut *mut c_void);
-    fn cuModuleGetFunction(module: CUmodule, name: *const c_char) -> CUfunction;
+    fn cuModuleLoadDataEx(image: *const c_void, count: c_uint, options: *mut c_uint,
+        values: *mut *mut c_void) -> module: CUmodule;
+    fn cuModuleGetFunction(module: CUmodule, name: *const c_char) -> function: CUfunction;
     fn cuFuncLoad(function: CUfunction);
-    fn cuFuncGetAttribute(attribute: c_uint, function: CUfunction) -> c_int;
+    fn cuFuncGetAttribute(attribute: c_uint, function: CUfunction) -> value: c_int;
     fn cuLaunchKernel(function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: CUstream,
         parameters: *mut *mut c_void, extra: *mut *mut c_void);

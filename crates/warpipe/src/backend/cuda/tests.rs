@@ -294,27 +294,27 @@ fn constants_have_the_drivers_values() {
             theirs::CU_MEMHOSTREGISTER_DEVICEMAP,
         ),
         (
-            ours::POINTER_ATTRIBUTE_MEMORY_TYPE,
+            ours::PointerAttribute::MemoryType as u32,
             theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as u32,
         ),
         (
-            ours::POINTER_ATTRIBUTE_BUFFER_ID,
+            ours::PointerAttribute::BufferId as u32,
             theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID as u32,
         ),
         (
-            ours::POINTER_ATTRIBUTE_IS_MANAGED,
+            ours::PointerAttribute::IsManaged as u32,
             theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED as u32,
         ),
         (
-            ours::POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            ours::PointerAttribute::DeviceOrdinal as u32,
             theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL as u32,
         ),
         (
-            ours::POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+            ours::PointerAttribute::IsLegacyIpcCapable as u32,
             theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE as u32,
         ),
         (
-            ours::POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
+            ours::PointerAttribute::MempoolHandle as u32,
             theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE as u32,
         ),
         (

@@ -16,6 +16,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::backend::{DevicePtr, StreamOp};
+use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
 
 /// The most mappings that stay registered until no wait is open. The next one is unregistered at
@@ -71,7 +72,7 @@ struct Waits {
     unregistering: BTreeMap<usize, Instant>,
 }
 
-/// Records memory that has been registered. It stays mapped until [`unregistering`].
+/// Records memory that has been registered. It stays mapped until [`unregister`].
 pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
     WAITS
         .lock()
@@ -109,32 +110,28 @@ pub(super) fn reset(context: Context) {
     WAITS.lock().end(context);
 }
 
-/// Whether memory must stay registered for now because a wait is open. No stream uses the memory,
-/// so no wait on its own words is open. If not, [`unregistering`] follows, and no wait comes
-/// between.
-pub(super) fn postpone(host: *mut u8) -> bool {
+/// Waits are held back as long as it lives, or [`UNREGISTERING_MAX`]. It has the host address.
+#[derive(Debug)]
+pub(super) struct Unregistering(usize);
+
+/// Removes memory that is unregistered next, and may be unmapped after that. Not while a wait is
+/// open: then it must stay registered for now. No stream uses the memory, so no wait on its own
+/// words is open.
+pub(super) fn unregister(host: *mut u8) -> Result<Unregistering> {
     let mut waits = WAITS.lock();
     waits.forget(host);
     let is_postponed = waits.postponed.contains(&host.addr());
     let has_room = is_postponed || waits.postponed.len() < POSTPONED_MAX;
     if has_room && waits.is_any_open() {
         waits.postponed.insert(host.addr());
-        return true;
+        return Err(Error::timeout(
+            "the end of all waits for peers",
+            Duration::ZERO,
+        ));
     }
-    waits.hold_back(host);
-    false
-}
-
-/// Waits are held back as long as it lives, or [`UNREGISTERING_MAX`]. It has the host address.
-pub(super) struct Unregistering(usize);
-
-/// Removes memory that is unregistered next, and may be unmapped after that.
-pub(super) fn unregistering(host: *mut u8) -> Unregistering {
-    let mut waits = WAITS.lock();
-    waits.forget(host);
     waits.postponed.remove(&host.addr());
     waits.hold_back(host);
-    Unregistering(host.addr())
+    Ok(Unregistering(host.addr()))
 }
 
 impl Drop for Unregistering {
@@ -194,17 +191,13 @@ impl Waits {
 
     /// The memory is about to be unmapped: it is not read any more.
     fn forget(&mut self, host: *mut u8) {
-        let Some(start) = self
-            .registered
-            .iter()
-            .find_map(|(&start, memory)| (memory.host == host).then_some(start))
-        else {
-            return;
-        };
-        if let Some(memory) = self.registered.remove(&start) {
+        let noted = &mut self.noted;
+        self.registered.retain(|&start, memory| {
+            let is_other = memory.host != host;
             let range = start..start + memory.bytes as u64;
-            self.noted.retain(|wait| !range.contains(&wait.word));
-        }
+            noted.retain(|wait| is_other || !range.contains(&wait.word));
+            is_other
+        });
     }
 
     fn is_any_open(&mut self) -> bool {
@@ -382,7 +375,7 @@ mod tests {
 
     #[test]
     fn waits_are_held_back_until_every_unregistration_is_over() {
-        let unregistering = |at| unregistering(ptr::without_provenance_mut(at));
+        let unregistering = |at| unregister(ptr::without_provenance_mut(at)).unwrap();
         let is_held = |host: usize| WAITS.lock().unregistering.contains_key(&host);
         for (first, last) in [(1, 2), (2, 1)] {
             let mut both = BTreeMap::from([(1, unregistering(1)), (2, unregistering(2))]);

@@ -64,11 +64,8 @@ impl CudaBackend {
                 list.count += 1;
             }
         }
-        let threads = WORDS_MAX as u32;
+        let shape = (1, WORDS_MAX as u32);
         // SAFETY: the kernel reads `count` of the pairs; the caller vouches for their words.
-        unsafe {
-            self.broadcast
-                .launch(self.driver, stream, (1, threads), list)
-        }
+        unsafe { self.broadcast.launch(self.driver, stream, shape, list) }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::ffi::CStr;
 
-use super::super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, Driver, MEMORYTYPE_UNIFIED};
+use super::super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, Driver};
 use super::CudaBackend;
 use super::kernels::ResidentKernel;
 use super::memory::size;
@@ -91,31 +91,26 @@ pub(super) fn load(driver: &Driver) -> Result<ResidentKernel> {
 
 impl CudaBackend {
     /// # Safety
-    /// As for [`crate::backend::Backend::copy_rows`].
+    /// As for [`crate::backend::Copies::copy_rows`]; the context is current.
     pub(in crate::backend::cuda) unsafe fn enqueue_rows(
         &self,
         stream: CUstream,
         rows: &Rows,
     ) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
+        let driver = self.driver;
         if rows.axes().is_empty() {
             let bytes = size(rows.bytes())?;
             // SAFETY: the caller's promise.
-            unsafe {
-                self.driver
-                    .cuMemcpyAsync(rows.to(), rows.from(), bytes, stream)
-            }?;
+            unsafe { driver.cuMemcpyAsync(rows.to(), rows.from(), bytes, stream) }?;
         } else if let Some(rows) = boxed(rows) {
             // SAFETY: the caller's promise.
-            unsafe { self.driver.cuMemcpy3DAsync_v2(&rows, stream) }?;
+            unsafe { driver.cuMemcpy3DAsync_v2(&rows, stream) }?;
         } else {
             let work = Work::of(rows);
-            let blocks = work.units.div_ceil(u64::from(THREADS)).clamp(1, BLOCKS_MAX) as u32;
+            let blocks = work.units.div_ceil(u64::from(THREADS)).clamp(1, BLOCKS_MAX);
+            let shape = (blocks as u32, THREADS);
             // SAFETY: the caller vouches for what the rows name.
-            unsafe {
-                self.gather
-                    .launch(self.driver, stream, (blocks, THREADS), work)
-            }?;
+            unsafe { self.gather.launch(driver, stream, shape, work) }?;
         }
         Ok(())
     }
@@ -138,20 +133,13 @@ fn boxed(rows: &Rows) -> Option<CUDA_MEMCPY3D> {
     }
     let to = pitch(rows, row, slice, |axis| axis.to)?;
     let from = pitch(rows, row, slice, |axis| axis.from)?;
-    Some(CUDA_MEMCPY3D {
-        src_memory_type: MEMORYTYPE_UNIFIED,
-        src_device: rows.from(),
-        src_pitch: from.0,
-        src_height: from.1,
-        dst_memory_type: MEMORYTYPE_UNIFIED,
-        dst_device: rows.to(),
-        dst_pitch: to.0,
-        dst_height: to.1,
-        width: rows.bytes() as usize,
-        height: row.length as usize,
-        depth: slice.length as usize,
-        ..CUDA_MEMCPY3D::default()
-    })
+    let extent = [
+        rows.bytes() as usize,
+        row.length as usize,
+        slice.length as usize,
+    ];
+    let (to, from) = ((rows.to(), to.0, to.1), (rows.from(), from.0, from.1));
+    Some(CUDA_MEMCPY3D::linear(to, from, extent))
 }
 
 /// The distance between the rows of one side, and the number of rows in a slice; `None` if the

@@ -2,6 +2,7 @@
 //! needed.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Mutex, PoisonError, RwLock};
@@ -26,53 +27,8 @@ pub(in crate::backend::cuda) struct Kernels {
     modules: Mutex<HashMap<usize, CUmodule>>,
 }
 
-impl Kernels {
-    /// The function, if it is loaded.
-    fn known(&self, kernel: &Kernel) -> Option<CUfunction> {
-        self.functions
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(&key(kernel))
-            .copied()
-    }
-
-    /// Loads the function, unless another thread has. The context is current.
-    fn load(&self, driver: &Driver, kernel: &Kernel) -> Result<CUfunction> {
-        if let Some(function) = self.known(kernel) {
-            return Ok(function);
-        }
-        let module = self.module(driver, kernel.ptx)?;
-        let function = load_function(driver, module, kernel.name)?;
-        self.functions
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(key(kernel), function);
-        Ok(function)
-    }
-
-    fn module(&self, driver: &Driver, ptx: &'static CStr) -> Result<CUmodule> {
-        let mut modules = self.modules.locked();
-        if let Some(module) = modules.get(&address(ptx)) {
-            return Ok(*module);
-        }
-        let module = load_module(driver, ptx)?;
-        modules.insert(address(ptx), module);
-        Ok(module)
-    }
-}
-
-fn key(kernel: &Kernel) -> (usize, usize) {
-    (address(kernel.ptx), address(kernel.name))
-}
-
 fn address(text: &'static CStr) -> usize {
     text.as_ptr().addr()
-}
-
-fn load_module(driver: &Driver, ptx: &CStr) -> Result<CUmodule> {
-    driver
-        .module_load(ptx)
-        .map_err(|(fault, log)| fault.with_detail(&log))
 }
 
 /// Looks up a function and makes it resident: under lazy loading its first launch would otherwise
@@ -98,7 +54,7 @@ impl ResidentKernel {
     /// # Safety
     /// The kernel takes such a parameter, and does nothing with `nothing`.
     pub unsafe fn load<P>(driver: &Driver, ptx: &CStr, name: &CStr, nothing: P) -> Result<Self> {
-        let module = load_module(driver, ptx)?;
+        let module = driver.module_load(ptx)?;
         let kernel = ResidentKernel(load_function(driver, module, name)?);
         let stream = driver.cuStreamCreate(STREAM_NON_BLOCKING)?;
         // SAFETY: the caller's promise; the stream is live.
@@ -118,12 +74,12 @@ impl ResidentKernel {
         &self,
         driver: &Driver,
         stream: CUstream,
-        (blocks, threads): (u32, u32),
+        shape: (u32, u32),
         mut parameter: P,
     ) -> Result<(), Fault> {
         let mut parameters = [ptr::from_mut(&mut parameter).cast::<c_void>()];
         // SAFETY: the caller's promise.
-        unsafe { driver.launch(self.0, blocks, threads, stream, &mut parameters) }
+        unsafe { driver.launch(self.0, shape, stream, &mut parameters) }
     }
 }
 
@@ -137,25 +93,17 @@ impl crate::backend::Kernels for CudaBackend {
         args: &[u64],
     ) -> Result<()> {
         if args.len() > ARGUMENTS_MAX {
-            return Err(Error::argument(
-                "kernel arguments",
-                args.len(),
-                format!("at most {ARGUMENTS_MAX}"),
-            ));
+            let allowed = format!("at most {ARGUMENTS_MAX}");
+            return Err(Error::argument("kernel arguments", args.len(), allowed));
         }
-        let function = self.function(kernel)?;
-        let _current = self.enter_to_enqueue()?;
-        let mut parameters = [ptr::null_mut::<c_void>(); ARGUMENTS_MAX];
-        for (parameter, argument) in parameters.iter_mut().zip(args) {
-            *parameter = ptr::from_ref(argument).cast_mut().cast();
+        let (function, shape) = (self.function(kernel)?, (grid, block));
+        let mut values = [ptr::null_mut::<c_void>(); ARGUMENTS_MAX];
+        for (value, argument) in values.iter_mut().zip(args) {
+            *value = ptr::from_ref(argument).cast_mut().cast();
         }
         // SAFETY: all parameters of a kernel are 64 bits wide, each pointer is to such a value, and
         // the driver only reads them; the caller promises that they are the kernel's parameters.
-        unsafe {
-            self.driver
-                .launch(function, grid, block, stream.0, &mut parameters)
-        }
-        .map_err(|fault| self.explain(fault.into()))
+        self.enqueued(|driver| unsafe { driver.launch(function, shape, stream.0, &mut values) })
     }
 
     fn preload(&self, kernel: &Kernel) -> Result<()> {
@@ -164,13 +112,22 @@ impl crate::backend::Kernels for CudaBackend {
 }
 
 impl CudaBackend {
+    /// The function, loaded if it is not.
     fn function(&self, kernel: &Kernel) -> Result<CUfunction> {
-        match self.kernels.known(kernel) {
-            Some(function) => Ok(function),
-            None => {
-                let _current = self.enter()?;
-                self.kernels.load(self.driver, kernel)
-            }
+        let (text, functions) = (address(kernel.ptx), &self.kernels.functions);
+        let key = (text, address(kernel.name));
+        let read = functions.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&function) = read.get(&key) {
+            return Ok(function);
         }
+        drop(read);
+        let _current = self.enter()?;
+        let module = match self.kernels.modules.locked().entry(text) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(new) => *new.insert(self.driver.module_load(kernel.ptx)?),
+        };
+        let function = load_function(self.driver, module, kernel.name)?;
+        let mut written = functions.write().unwrap_or_else(PoisonError::into_inner);
+        Ok(*written.entry(key).or_insert(function))
     }
 }

@@ -1,7 +1,7 @@
 //! Memory of other allocators, and the driver's older IPC: legacy handles and interprocess events.
 
 use std::collections::{HashMap, HashSet};
-use std::ffi::{c_int, c_uint};
+use std::ffi::c_int;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 
@@ -85,13 +85,8 @@ impl Ipc for CudaBackend {
     unsafe fn free_plain(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
-        let bytes = self
-            .ipc_handles
-            .allocated
-            .locked()
-            .remove(&base)
-            .unwrap_or(0);
-        self.held.fetch_sub(bytes, Ordering::Relaxed);
+        let bytes = self.ipc_handles.allocated.locked().remove(&base);
+        self.held.fetch_sub(bytes.unwrap_or(0), Ordering::Relaxed);
         if current.is_none() {
             return Ok(());
         }
@@ -106,20 +101,21 @@ impl Ipc for CudaBackend {
         if !matches!(kind, PointerKind::Device | PointerKind::Pool) {
             return Ok(info);
         }
-        if let Some(ordinal) = self.attribute(POINTER_ATTRIBUTE_DEVICE_ORDINAL, ptr)? {
-            let device = self.driver.cuDeviceGet(ordinal as c_int)?;
+        let driver = self.driver;
+        if let Some(ordinal) = driver.pointer_attribute(PointerAttribute::DeviceOrdinal, ptr)? {
+            let device = driver.cuDeviceGet(ordinal as c_int)?;
             info.owner = DeviceId {
                 kind: DeviceKind::Cuda,
-                uuid: self.driver.device_uuid(device)?,
+                uuid: driver.device_uuid(device)?,
             };
         }
         if kind == PointerKind::Pool {
             return Ok(info);
         }
-        (info.base, info.bytes) = self.driver.address_range(ptr)?;
-        info.allocation = self
-            .attribute(POINTER_ATTRIBUTE_BUFFER_ID, ptr)?
-            .unwrap_or(0);
+        let (base, bytes) = driver.cuMemGetAddressRange_v2(ptr)?;
+        (info.base, info.bytes) = (base, bytes as u64);
+        let number = driver.pointer_attribute(PointerAttribute::BufferId, ptr)?;
+        info.allocation = number.unwrap_or(0);
         Ok(info)
     }
 
@@ -176,50 +172,45 @@ impl Ipc for CudaBackend {
 
 impl CudaBackend {
     fn kind_of(&self, ptr: CUdeviceptr) -> Result<PointerKind> {
+        let attribute = |attribute| self.driver.pointer_attribute(attribute, ptr);
         let memory_type = match ptr {
             0 => None,
-            _ => self.attribute(POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)?,
+            _ => attribute(PointerAttribute::MemoryType)?,
         };
         let Some(memory_type) = memory_type else {
             return Ok(kind_outside(ptr));
         };
-        let is = |attribute| Ok::<_, Fault>(self.attribute(attribute, ptr)?.unwrap_or(0) != 0);
+        let is = |which| Ok::<_, Fault>(attribute(which)?.unwrap_or(0) != 0);
         // Managed memory may report itself as host or as device memory, so this check comes first.
-        if is(POINTER_ATTRIBUTE_IS_MANAGED)? {
+        if is(PointerAttribute::IsManaged)? {
             return Ok(PointerKind::Managed);
         }
         if memory_type == u64::from(MEMORYTYPE_HOST) {
             return Ok(PointerKind::Pinned);
         }
         // Drivers older than the attribute say no.
-        if is(POINTER_ATTRIBUTE_MEMPOOL_HANDLE)? {
+        if is(PointerAttribute::MempoolHandle)? {
             return Ok(PointerKind::Pool);
         }
         if self.ipc_handles.opened.locked().has(ptr) {
             return Ok(PointerKind::Import);
         }
         // Drivers older than the attribute do not say.
-        let is_capable = self.attribute(POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, ptr)?;
-        Ok(match is_capable {
+        Ok(match attribute(PointerAttribute::IsLegacyIpcCapable)? {
             Some(0) => PointerKind::Vmm,
             _ => PointerKind::Device,
         })
     }
 
-    fn attribute(&self, attribute: c_uint, ptr: CUdeviceptr) -> Result<Option<u64>, Fault> {
-        // SAFETY: those that are asked for here are numbers of at most 64 bits, or handles.
-        unsafe { self.driver.pointer_attribute(attribute, ptr) }
-    }
-
     /// Checks that the allocation is as long as the handle says, where the driver knows its length.
     fn check_length(&self, base: CUdeviceptr, bytes: u64) -> Result<()> {
-        let Ok((start, allocation)) = self.driver.address_range(base) else {
+        let Ok((start, allocation)) = self.driver.cuMemGetAddressRange_v2(base) else {
             return Ok(());
         };
         // The bytes behind the base; a driver that puts the base outside its own range leaves none.
         let left = base
             .checked_sub(start)
-            .and_then(|offset| allocation.checked_sub(offset))
+            .and_then(|offset| (allocation as u64).checked_sub(offset))
             .unwrap_or(0);
         if left < bytes {
             return Err(Error::legacy(HandleFault::Range {

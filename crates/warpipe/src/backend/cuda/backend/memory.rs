@@ -88,12 +88,8 @@ impl Regions for CudaBackend {
         self.stuck().contains(&ptr.addr())
     }
 
-    fn unregister_would_block(&self, ptr: *mut u8) -> bool {
-        waits::postpone(ptr)
-    }
-
     unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
-        let _turn = waits::unregistering(ptr);
+        let _turn = waits::unregister(ptr)?;
         if let Some(_current) = self.enter_unless_gone()? {
             // SAFETY: the caller's promise.
             unsafe { self.driver.cuMemHostUnregister(ptr.cast()) }?;
@@ -172,14 +168,13 @@ impl CudaBackend {
             }
         }
         let access = access_to(self.device, access);
+        let bytes = size(region.bytes)?;
         // SAFETY: all of the range is mapped.
-        unsafe {
-            self.driver
-                .cuMemSetAccess(region.ptr, size(region.bytes)?, &access, 1)
-        }
-        .map_err(|fault| match owner == self.info.id {
-            true => self.no_room(fault, region.bytes),
-            false => self.peer_error(owner, fault.words()),
+        unsafe { self.driver.cuMemSetAccess(region.ptr, bytes, &access, 1) }.map_err(|fault| {
+            match owner == self.info.id {
+                true => self.no_room(fault, region.bytes),
+                false => self.peer_error(owner, fault.words()),
+            }
         })
     }
 
@@ -192,12 +187,9 @@ impl CudaBackend {
         region: &mut RawRegion,
     ) -> Result<(), Fault> {
         while region.mapped > 0 {
-            let last = region.mapped - region.piece;
+            let (last, piece) = (region.mapped - region.piece, region.piece as usize);
             // SAFETY: mapped as one piece, and no work uses it by the caller's promise.
-            unsafe {
-                self.driver
-                    .cuMemUnmap(region.ptr + last, region.piece as usize)
-            }?;
+            unsafe { self.driver.cuMemUnmap(region.ptr + last, piece) }?;
             region.mapped = last;
         }
         if region.handle != 0 {
@@ -216,11 +208,9 @@ impl CudaBackend {
         // SAFETY: the caller's promise.
         unsafe { self.empty(region) }?;
         if region.ptr != 0 {
+            let bytes = region.bytes as usize;
             // SAFETY: reserved, and unmapped above.
-            unsafe {
-                self.driver
-                    .cuMemAddressFree(region.ptr, region.bytes as usize)
-            }?;
+            unsafe { self.driver.cuMemAddressFree(region.ptr, bytes) }?;
             region.ptr = 0;
         }
         Ok(())
@@ -274,7 +264,7 @@ impl CudaBackend {
         if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
             return fault.into();
         }
-        let detail = match self.driver.memory_info() {
+        let detail = match self.driver.cuMemGetInfo_v2() {
             Ok((free, total)) => format!(" ({free} of {total} bytes are free)"),
             Err(_) => String::new(),
         };
@@ -320,11 +310,7 @@ pub(in crate::backend::cuda) fn allocation(device: CUdevice) -> CUmemAllocationP
         kind: MEM_ALLOCATION_TYPE_PINNED,
         requested_handle_types: MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
         location: on(device),
-        win32_handle_metadata: std::ptr::null_mut(),
-        compression_type: 0,
-        gpu_direct_rdma_capable: 0,
-        usage: 0,
-        reserved: [0; 4],
+        ..CUmemAllocationProp::default()
     }
 }
 
