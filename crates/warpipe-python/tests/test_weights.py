@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import pickle
+import select
 import threading
 
 import numpy as np
@@ -252,6 +253,25 @@ def test_a_watch_gives_the_version_that_is_offered_and_then_each_newer_one(keepe
     with pytest.raises(warpipe.ClosedError):
         watch.changes()
     assert list(watch) == []
+
+
+def test_an_interrupt_behind_the_wait_of_a_watch_leaves_the_version_the_next(keeper, publish, options, monkeypatch):
+    read, interrupts = os.eventfd_read, [KeyboardInterrupt]
+
+    def interrupted(bell):
+        read(bell)
+        if interrupts:
+            raise interrupts.pop()
+
+    with weights.watch("llama", **options) as watch:
+        publish({"a": np.ones(1)})
+        until(lambda: select.select([watch], [], [], 0)[0], "the version")
+        monkeypatch.setattr(os, "eventfd_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            watch.changes(LIMIT_SECONDS)
+        assert not interrupts
+        assert watch.changes(LIMIT_SECONDS).version == 1
+        assert watch.changes(0.0) is None
 
 
 def test_a_watch_goes_on_while_the_keeper_is_replaced(domain, publish, options):

@@ -32,27 +32,43 @@ class _Board:
 
     def __init__(self, after: int) -> None:
         self.told = self.given = after
-        self.changed = threading.Condition()
+        self.given_by = 0
+        # A condition's own ``with`` is of Python: a signal's handler that raises there would leave it locked.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def __del__(self) -> None:
         os.close(self.bell)
 
-    def change(self, told: int, given: int = 0) -> bool:
-        """Has the descriptor readable exactly while there is something to take. Whether the given one is the next."""
-        with self.changed:
-            is_next = given > self.given
-            self.told, self.given = told, max(given, self.given)
+    def tell(self, told: int) -> None:
+        """Has the descriptor readable exactly while there is something to take."""
+        with self.lock:
+            self.told = told
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self.bell, 1) if told > self.given else os.eventfd_read(self.bell)
             self.changed.notify_all()
+
+    def give(self, version: int) -> bool:
+        """Whether a version is the next to be given out: from now on it has been."""
+        with self.lock:
+            is_next = version > self.given
+            if is_next:
+                self.given, self.given_by = version, threading.get_ident()
+            self.tell(self.given)
         return is_next
+
+    def take_back(self, version: int, before: int) -> None:
+        """Has a version that this thread was to give out be the next once more."""
+        with self.lock:
+            if (self.given, self.given_by) == (version, threading.get_ident()):
+                self.given = before
 
 
 def _follow(board: _Board, place: _Place, watch: weakref.ref[Watch]) -> None:
     while (one := watch()) is not None and not one.closed:
         del one
-        with board.changed:
+        with board.lock:
             if not board.changed.wait_for(lambda: board.told != _FAILED, _LOOK_SECONDS):
                 continue
             after = max(board.told, board.given)
@@ -61,9 +77,9 @@ def _follow(board: _Board, place: _Place, watch: weakref.ref[Watch]) -> None:
         except Error:
             number = _FAILED
         if number is not None:
-            with board.changed:
+            with board.lock:
                 # Not if the number was taken back meanwhile: then the version is looked for again.
-                board.change(max(board.told, number))
+                board.tell(max(board.told, number))
 
 
 def _call(board: _Board, place: _Place, watch: weakref.ref[Watch]) -> None:
@@ -118,19 +134,25 @@ class Watch(_warpipe._Bare):
             raise ArgumentError("on is a callback, which gets the versions; allowed is a watch without `on`")
         board, end, left = self._board, end_of(timeout), timeout
         while True:
-            weights: _warpipe.SharedWeights | None
+            weights: _warpipe.SharedWeights | None = None
+            before = board.given
             try:
-                weights = _warpipe._open_weights(*self._place, left, board.given, self, True)
-            except Error:
-                board.change(board.given)
+                weights = _warpipe._open_weights(*self._place, left, before, self, True)
+                # Another thread may have taken it. A later one is told again.
+                is_next = weights is not None and board.give(weights.version)
+            except BaseException:
+                if weights is None:
+                    board.tell(before)
+                else:
+                    board.take_back(weights.version, before)
                 raise
+            # No signal's handler runs from here to the caller.
+            if is_next:
+                return weights
             if weights is None:
-                board.change(board.given)
+                board.tell(before)
                 if left is not None and left <= 0:
                     return None
-            # Another thread may have taken it. A later one is told again.
-            elif board.change(weights.version, weights.version):
-                return weights
             left = None if timeout is None else max(0.0, end - time.monotonic())
 
     async def changes_async(self, timeout: float | None = 10.0) -> _warpipe.SharedWeights | None:
