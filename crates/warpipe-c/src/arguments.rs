@@ -270,16 +270,3 @@ pub(crate) fn number<T: PartialEq + Default>(value: T, default: T) -> T {
 pub(crate) fn time(nanoseconds: u64, default: Duration) -> Duration {
     time_option(nanoseconds).unwrap_or(default)
 }
-
-/// The users and groups that an endpoint's options admit. It is expanded in an unsafe block, under
-/// the promise of [`slice`] for both arrays.
-macro_rules! admitted {
-    ($options:ident) => {{
-        let (uids, gids) = ($options.allow_uids, $options.allow_gids);
-        let (uids_count, gids_count) = ($options.allow_uids_count, $options.allow_gids_count);
-        let uids = $crate::arguments::slice("options->allow_uids", uids, uids_count)?;
-        let gids = $crate::arguments::slice("options->allow_gids", gids, gids_count)?;
-        (uids.to_vec(), gids.to_vec())
-    }};
-}
-pub(crate) use admitted;

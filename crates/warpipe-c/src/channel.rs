@@ -9,15 +9,14 @@ use warpipe::{
 };
 
 use crate::arguments::{
-    admitted, choice, flag, number, put_list, put_unless_null, slice, text, time, time_option,
-    timeout,
+    choice, flag, number, put_list, put_unless_null, slice, text, time, time_option, timeout,
 };
 use crate::call::{call, call_on, get, make_beside};
 use crate::handle::{self, Locked};
 use crate::{
     Failure, HostCall, LoanKind, OnDevice, Result, device_options, domain_of, layout_of, lend,
-    make_with, warpipe_device, warpipe_domain, warpipe_host_function, warpipe_layout, warpipe_loan,
-    warpipe_published, warpipe_sample, warpipe_status,
+    make_with, warpipe_allow, warpipe_device, warpipe_domain, warpipe_host_function,
+    warpipe_layout, warpipe_loan, warpipe_published, warpipe_sample, warpipe_status,
 };
 
 /// Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
@@ -93,15 +92,8 @@ pub struct warpipe_publisher_options {
     pub evict_after_ns: u64,
     /// How long a subscriber may take to attach, in nanoseconds; 5 s by default.
     pub handshake_timeout_ns: u64,
-    /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too.
-    pub allow_uids: *const u32,
-    /// How many those are.
-    pub allow_uids_count: usize,
-    /// Groups that are admitted.
-    pub allow_gids: *const u32,
-    /// How many those are.
-    pub allow_gids_count: usize,
+    /// Other users that are admitted; none by default.
+    pub allow: warpipe_allow,
     /// 1: samples say when they were sent and received; not by default.
     pub timestamps: u32,
 }
@@ -206,7 +198,8 @@ pub unsafe extern "C" fn warpipe_publisher_create(
 ) -> warpipe_status {
     let build = |options: &warpipe_publisher_options, device: &Device| {
         // SAFETY: the caller's promises.
-        let (name, (allow_uids, allow_gids)) = unsafe { (text("name", name)?, admitted!(options)) };
+        let (name, (allow_uids, allow_gids)) =
+            unsafe { (text("name", name)?, options.allow.admitted()?) };
         let default = PublisherOptions::default();
         let options = PublisherOptions {
             domain: domain_of(options.domain)?,

@@ -118,16 +118,21 @@ impl Failure {
         }
     }
 
-    /// The driver's code, and the peer that is gone and whether it had closed.
-    fn facts(&self) -> (i32, Option<(i32, bool)>) {
-        let Failure::Library(error) = self else {
-            return (0, None);
+    fn last_error(&self) -> LastError {
+        let mut last = LastError {
+            message: CString::new(self.message().replace('\0', " ")).unwrap_or_default(),
+            ..LastError::default()
         };
-        match **error {
-            Error::Driver { code, .. } => (code, None),
-            Error::PeerGone { pid, graceful, .. } => (0, Some((pid, graceful))),
-            _ => (0, None),
+        if let Failure::Library(error) = self {
+            match **error {
+                Error::Driver { code, .. } => last.driver_code = code,
+                Error::PeerGone { pid, graceful, .. } => {
+                    (last.peer_pid, last.peer_closed) = (pid, graceful);
+                }
+                _ => {}
+            }
         }
+        last
     }
 }
 
@@ -157,8 +162,10 @@ fn status_of(kind: ErrorKind) -> warpipe_status {
 struct LastError {
     message: CString,
     driver_code: i32,
-    /// The process that is gone, and whether it had closed.
-    peer: Option<(i32, bool)>,
+    /// The process that is gone.
+    peer_pid: i32,
+    /// Whether that had closed.
+    peer_closed: bool,
 }
 
 thread_local! {
@@ -189,16 +196,11 @@ fn said_by(panic: &(dyn Any + Send)) -> &str {
 }
 
 fn remember(failure: &Failure) {
-    let message = CString::new(failure.message().replace('\0', " ")).unwrap_or_default();
-    let (driver_code, peer) = failure.facts();
+    let found = failure.last_error();
     // A thread that is ending has no place for it any more.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
-            *last = LastError {
-                message,
-                driver_code,
-                peer,
-            };
+            *last = found;
         }
     });
 }
@@ -220,14 +222,14 @@ pub extern "C" fn warpipe_error_driver_code() -> i32 {
 /// After `WARPIPE_PEER_GONE`, the process that is gone; else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_error_peer_pid() -> i32 {
-    last_error(|last| last.peer.map_or(0, |(pid, _)| pid)).unwrap_or(0)
+    last_error(|last| last.peer_pid).unwrap_or(0)
 }
 
 /// After `WARPIPE_PEER_GONE`, whether the peer had closed its end; else it died. False after other
 /// errors.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_error_peer_closed() -> bool {
-    last_error(|last| last.peer.is_some_and(|(_, has_closed)| has_closed)).unwrap_or(false)
+    last_error(|last| last.peer_closed).unwrap_or(false)
 }
 
 fn last_error<R>(work: impl FnOnce(&LastError) -> R) -> Option<R> {

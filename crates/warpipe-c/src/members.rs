@@ -4,11 +4,9 @@ use std::ffi::c_char;
 
 use warpipe::{Change, Error, Member, MemberInfo, MemberOptions, Members, MembersOptions};
 
-use crate::arguments::{
-    Options, admitted, fixed, flag, options, put_list, text, text_or_null, timeout,
-};
+use crate::arguments::{Options, fixed, flag, options, put_list, text, text_or_null, timeout};
 use crate::call::{call, make, read};
-use crate::{Failure, domain_of, state_of, warpipe_domain, warpipe_status};
+use crate::{Failure, domain_of, state_of, warpipe_allow, warpipe_domain, warpipe_status};
 
 /// This process as a member of a domain. Any number of threads may use it. Closed, it leaves the
 /// domain.
@@ -32,15 +30,8 @@ pub struct warpipe_member_options {
     /// Tells people and programs the purpose of the process: up to `WARPIPE_ROLE_BYTES_MAX` bytes
     /// without control characters; empty by default.
     pub role: *const c_char,
-    /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too.
-    pub allow_uids: *const u32,
-    /// How many those are.
-    pub allow_uids_count: usize,
-    /// Groups that are admitted.
-    pub allow_gids: *const u32,
-    /// How many those are.
-    pub allow_gids_count: usize,
+    /// Other users that are admitted; none by default.
+    pub allow: warpipe_allow,
 }
 
 // SAFETY: numbers and pointers, which may be zero.
@@ -170,7 +161,7 @@ pub unsafe extern "C" fn warpipe_member_create(
         // SAFETY: the caller's promises.
         let (role, (allow_uids, allow_gids)) = unsafe {
             let role = text_or_null("options->role", options.role)?;
-            (role.unwrap_or_default(), admitted!(options))
+            (role.unwrap_or_default(), options.allow.admitted()?)
         };
         let options = MemberOptions {
             domain: domain_of(options.domain)?,

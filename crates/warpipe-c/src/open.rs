@@ -5,12 +5,41 @@ use std::time::Duration;
 
 use warpipe::{CreateOptions, Device, OpenOptions};
 
-use crate::arguments::{admitted, text, timeout};
+use crate::arguments::{slice, text, timeout};
 use crate::handle::Handle;
 use crate::{
     OnDevice, Result, device_options, domain_of, make_with, warpipe_device, warpipe_domain,
     warpipe_status,
 };
+
+/// The users and groups that an endpoint admits, beside this process's own user. The domain's
+/// directory must admit them, too.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_allow {
+    /// User ids.
+    pub uids: *const u32,
+    /// How many those are.
+    pub uids_count: usize,
+    /// Group ids.
+    pub gids: *const u32,
+    /// How many those are.
+    pub gids_count: usize,
+}
+
+impl warpipe_allow {
+    /// The users, and the groups.
+    ///
+    /// # Safety
+    /// As for [`slice`], for both arrays.
+    pub(crate) unsafe fn admitted(&self) -> Result<(Vec<u32>, Vec<u32>)> {
+        // SAFETY: the caller's promise.
+        let uids = unsafe { slice("options->allow.uids", self.uids, self.uids_count) }?;
+        // SAFETY: the caller's promise.
+        let gids = unsafe { slice("options->allow.gids", self.gids, self.gids_count) }?;
+        Ok((uids.to_vec(), gids.to_vec()))
+    }
+}
 
 /// Options of `warpipe_timeline_create`, `warpipe_event_create`, `warpipe_semaphore_create` and
 /// `warpipe_allocation_server_create`. Begin with `{.size = sizeof(warpipe_create_options)}`; a
@@ -24,16 +53,9 @@ pub struct warpipe_create_options {
     pub domain: *const warpipe_domain,
     /// The device of its streams; the first GPU by default, else the host.
     pub device: *const warpipe_device,
-    /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too. Each can write a semaphore's page: a wrong one can take permits that are not its own,
-    /// and let in more than the maximum.
-    pub allow_uids: *const u32,
-    /// How many those are.
-    pub allow_uids_count: usize,
-    /// Groups that are admitted.
-    pub allow_gids: *const u32,
-    /// How many those are.
-    pub allow_gids_count: usize,
+    /// Other users that are admitted; none by default. Each can write a semaphore's page: a wrong
+    /// one can take permits that are not its own, and let in more than the maximum.
+    pub allow: warpipe_allow,
 }
 
 device_options!(warpipe_create_options);
@@ -50,7 +72,7 @@ pub(crate) unsafe fn create<P: Handle<Object = OnDevice<T>>, T>(
 ) -> warpipe_status {
     let create = |options: &warpipe_create_options, device: &Device| {
         // SAFETY: the caller's promise.
-        let (allow_uids, allow_gids) = unsafe { admitted!(options) };
+        let (allow_uids, allow_gids) = unsafe { options.allow.admitted() }?;
         create(CreateOptions {
             domain: domain_of(options.domain)?,
             device: Some(device.clone()),

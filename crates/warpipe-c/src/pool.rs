@@ -4,11 +4,11 @@ use std::ffi::c_char;
 
 use warpipe::{Device, Pool, PoolClient, PoolOptions, Quota};
 
-use crate::arguments::{admitted, number, slice, text, timeout};
+use crate::arguments::{number, slice, text, timeout};
 use crate::call::get;
 use crate::{
-    MemoryKind, device_options, domain_of, make_memory_of, make_with, open_named, warpipe_device,
-    warpipe_domain, warpipe_memory, warpipe_open_options, warpipe_status,
+    MemoryKind, device_options, domain_of, make_memory_of, make_with, open_named, warpipe_allow,
+    warpipe_device, warpipe_domain, warpipe_memory, warpipe_open_options, warpipe_status,
 };
 
 /// Device memory that is handed out in blocks, to this process and to others. Any number of threads
@@ -38,16 +38,9 @@ pub struct warpipe_pool_options {
     pub reserve: u64,
     /// The most clients at once; 256 by default.
     pub peers_max: u32,
-    /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too. Each user gets regions of its own, so that no process of another one can map its
-    /// blocks.
-    pub allow_uids: *const u32,
-    /// How many those are.
-    pub allow_uids_count: usize,
-    /// Groups that are admitted.
-    pub allow_gids: *const u32,
-    /// How many those are.
-    pub allow_gids_count: usize,
+    /// Other users that are admitted; none by default. Each user gets regions of its own, so that no
+    /// process of another one can map its blocks.
+    pub allow: warpipe_allow,
     /// The most bytes in blocks that each user other than the pool's own may have at once, each
     /// block rounded up to a multiple of 512; no limit by default. A user's regions take at most as
     /// many, rounded up to 2 MiB.
@@ -151,7 +144,7 @@ pub unsafe extern "C" fn warpipe_pool_create(
         // SAFETY: the caller's promises.
         let (name, (allow_uids, allow_gids), quotas) = unsafe {
             let quotas = slice("options->quotas", options.quotas, options.quotas_count)?;
-            (text("name", name)?, admitted!(options), quotas)
+            (text("name", name)?, options.allow.admitted()?, quotas)
         };
         let quotas = quotas.iter();
         let quotas = quotas.map(|it| (it.uid, quota_of(it.bytes_max, it.blocks_max)));

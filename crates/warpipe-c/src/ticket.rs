@@ -4,11 +4,11 @@ use std::ffi::c_char;
 
 use warpipe::{Device, Domain, Kind, LentBuffer, PublishOptions, Ticket};
 
-use crate::arguments::{Options, admitted, options, put_text, text, timeout};
+use crate::arguments::{Options, options, put_text, text, timeout};
 use crate::call::{call, make};
 use crate::{
-    MemoryKind, access_of, domain_of, handle, make_memory_on, owned, run, warpipe_device,
-    warpipe_domain, warpipe_memory, warpipe_status,
+    MemoryKind, access_of, domain_of, handle, make_memory_on, owned, run, warpipe_allow,
+    warpipe_device, warpipe_domain, warpipe_memory, warpipe_status,
 };
 
 /// Memory under a name, which other processes open by a ticket. Any number of threads may use it.
@@ -26,15 +26,8 @@ pub struct warpipe_publish_options {
     pub domain: *const warpipe_domain,
     /// How importers map the memory, a `warpipe_access`; for reading, by default.
     pub access: u32,
-    /// Users that are admitted beside this process's own; the domain's directory must admit them,
-    /// too.
-    pub allow_uids: *const u32,
-    /// How many those are.
-    pub allow_uids_count: usize,
-    /// Groups that are admitted.
-    pub allow_gids: *const u32,
-    /// How many those are.
-    pub allow_gids_count: usize,
+    /// Other users that are admitted; none by default.
+    pub allow: warpipe_allow,
 }
 
 // SAFETY: numbers and pointers, which may be zero.
@@ -64,7 +57,7 @@ pub unsafe extern "C" fn warpipe_memory_publish(
         // SAFETY: the caller's promises.
         let (name, options) = unsafe { (text("name", name)?, self::options(options)?) };
         // SAFETY: the caller's promise.
-        let (allow_uids, allow_gids) = unsafe { admitted!(options) };
+        let (allow_uids, allow_gids) = unsafe { options.allow.admitted() }?;
         let options = PublishOptions {
             domain: domain_of(options.domain)?,
             access: access_of("options->access", options.access)?,

@@ -418,19 +418,21 @@ macro_rules! admits {
         let (uids, gids) = ([1, 2], [3]);
         let mut options = options!($options {
             domain: fixture.domain,
-            allow_uids: uids.as_ptr(),
-            allow_uids_count: uids.len(),
-            allow_gids: gids.as_ptr(),
-            allow_gids_count: gids.len(),
+            allow: warpipe_allow {
+                uids: uids.as_ptr(),
+                uids_count: uids.len(),
+                gids: gids.as_ptr(),
+                gids_count: gids.len(),
+            },
         });
         ok!($close(get!($create($($name,)* &options))));
         let mut refused = none();
-        options.allow_gids = none();
+        options.allow.gids = none();
         let said = fails!(WARPIPE_INVALID_INPUT, $create($($name,)* &options, &mut refused));
-        assert!(said.starts_with("options->allow_gids is null"), "{said}");
-        options.allow_uids = none();
+        assert!(said.starts_with("options->allow.gids is null"), "{said}");
+        options.allow.uids = none();
         let said = fails!(WARPIPE_INVALID_INPUT, $create($($name,)* &options, &mut refused));
-        assert!(said.starts_with("options->allow_uids is null"), "{said}");
+        assert!(said.starts_with("options->allow.uids is null"), "{said}");
         assert!(refused.is_null());
     }};
 }
