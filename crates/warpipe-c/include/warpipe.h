@@ -346,6 +346,19 @@ typedef struct warpipe_watch warpipe_watch;
 // its leases can still be answered.
 typedef struct warpipe_worker warpipe_worker;
 
+// The users and groups that an endpoint admits, beside this process's own user. The domain's
+// directory must admit them, too.
+typedef struct {
+  // User ids.
+  const uint32_t *uids;
+  // How many those are.
+  size_t uids_count;
+  // Group ids.
+  const uint32_t *gids;
+  // How many those are.
+  size_t gids_count;
+} warpipe_allow;
+
 // Options of warpipe_timeline_create, warpipe_event_create, warpipe_semaphore_create and
 // warpipe_allocation_server_create. Begin with {.size = sizeof(warpipe_create_options)}; a
 // field that is 0 has its default.
@@ -356,16 +369,9 @@ typedef struct {
   const warpipe_domain *domain;
   // The device of its streams; the first GPU by default, else the host.
   const warpipe_device *device;
-  // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too. Each can write a semaphore's page: a wrong one can take permits that are not its own,
-  // and let in more than the maximum.
-  const uint32_t *allow_uids;
-  // How many those are.
-  size_t allow_uids_count;
-  // Groups that are admitted.
-  const uint32_t *allow_gids;
-  // How many those are.
-  size_t allow_gids_count;
+  // Other users that are admitted; none by default. Each can write a semaphore's page: a wrong
+  // one can take permits that are not its own, and let in more than the maximum.
+  warpipe_allow allow;
 } warpipe_create_options;
 
 // Options of warpipe_timeline_open, warpipe_event_open, warpipe_semaphore_open,
@@ -413,15 +419,8 @@ typedef struct {
   uint64_t evict_after_ns;
   // How long a subscriber may take to attach, in nanoseconds; 5 s by default.
   uint64_t handshake_timeout_ns;
-  // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too.
-  const uint32_t *allow_uids;
-  // How many those are.
-  size_t allow_uids_count;
-  // Groups that are admitted.
-  const uint32_t *allow_gids;
-  // How many those are.
-  size_t allow_gids_count;
+  // Other users that are admitted; none by default.
+  warpipe_allow allow;
   // 1: samples say when they were sent and received; not by default.
   uint32_t timestamps;
 } warpipe_publisher_options;
@@ -543,15 +542,8 @@ typedef struct {
   // Tells people and programs the purpose of the process: up to WARPIPE_ROLE_BYTES_MAX bytes
   // without control characters; empty by default.
   const char *role;
-  // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too.
-  const uint32_t *allow_uids;
-  // How many those are.
-  size_t allow_uids_count;
-  // Groups that are admitted.
-  const uint32_t *allow_gids;
-  // How many those are.
-  size_t allow_gids_count;
+  // Other users that are admitted; none by default.
+  warpipe_allow allow;
 } warpipe_member_options;
 
 // Options of warpipe_members_open. Begin with {.size = sizeof(warpipe_members_options)}; a
@@ -656,16 +648,9 @@ typedef struct {
   uint64_t reserve;
   // The most clients at once; 256 by default.
   uint32_t peers_max;
-  // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too. Each user gets regions of its own, so that no process of another one can map its
-  // blocks.
-  const uint32_t *allow_uids;
-  // How many those are.
-  size_t allow_uids_count;
-  // Groups that are admitted.
-  const uint32_t *allow_gids;
-  // How many those are.
-  size_t allow_gids_count;
+  // Other users that are admitted; none by default. Each user gets regions of its own, so that no
+  // process of another one can map its blocks.
+  warpipe_allow allow;
   // The most bytes in blocks that each user other than the pool's own may have at once, each
   // block rounded up to a multiple of 512; no limit by default. A user's regions take at most as
   // many, rounded up to 2 MiB.
@@ -872,15 +857,8 @@ typedef struct {
   const warpipe_domain *domain;
   // How importers map the memory, a warpipe_access; for reading, by default.
   uint32_t access;
-  // Users that are admitted beside this process's own; the domain's directory must admit them,
-  // too.
-  const uint32_t *allow_uids;
-  // How many those are.
-  size_t allow_uids_count;
-  // Groups that are admitted.
-  const uint32_t *allow_gids;
-  // How many those are.
-  size_t allow_gids_count;
+  // Other users that are admitted; none by default.
+  warpipe_allow allow;
 } warpipe_publish_options;
 
 // Options of a worker. Begin with {.size = sizeof(warpipe_worker_options)}; a field that is 0
