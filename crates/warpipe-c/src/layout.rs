@@ -116,7 +116,12 @@ impl warpipe_layout {
         }
         let (shape, strides) = (&self.shape[..rank], &self.strides[..rank]);
         let dtype = dtype_of(self.dtype)?;
-        Ok(Layout::strided(dtype, shape, strides, self.offset)?)
+        // Most are, and that is known sooner.
+        let plain = Layout::contiguous(dtype, shape).ok();
+        match plain.filter(|plain| self.offset == 0 && plain.strides() == strides) {
+            Some(plain) => Ok(plain),
+            None => Ok(Layout::strided(dtype, shape, strides, self.offset)?),
+        }
     }
 }
 

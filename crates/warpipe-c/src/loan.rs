@@ -3,13 +3,12 @@
 use std::ffi::{c_char, c_void};
 use std::ops::Deref;
 
-use warpipe::{Layout, Loan, SampleMut, Stream};
+use warpipe::{Layout, Loan, SampleMut, Stream, Wait};
 
 use crate::arguments::{put_unless_null, slice, text_or_null, timeout_unless_usual};
 use crate::call::{call, get, make_beside};
-use crate::handle::{self, Handle};
-use crate::streams::Streams;
-use crate::{Failure, OnDevice, Result, layout_of, run, warpipe_layout, warpipe_status};
+use crate::handle::{self, Handle, Locked};
+use crate::{Failure, OnDevice, Result, layout_of, warpipe_layout, warpipe_status};
 
 /// Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
 /// device, then to send, to submit, or to answer with. Its contents are undefined at first. Closed,
@@ -104,36 +103,39 @@ pub(crate) struct Unpassed {
     pub(crate) loan: Option<Box<Loan>>,
 }
 
-/// Passes a loan to `work`. One that `work` returns with its failure stays the caller's.
-fn give<R>(
-    loan: *mut warpipe_loan,
-    work: impl FnOnce(LoanKind, &Streams) -> Result<R, (Failure, Option<Box<LoanKind>>)>,
-) -> Result<R> {
-    let mut lent = handle::find(loan)?;
-    let OnDevice { object, streams } = lent.take();
-    work(object, &streams).map_err(|(failure, returned)| {
-        if let Some(object) = returned.map(|loan| *loan) {
-            lent.put_back(OnDevice { object, streams });
-        }
-        failure
-    })
-}
-
-/// Passes a loan of a queue, a client or a lease to `work`.
+/// Passes a loan of a queue, a client or a lease to `work`. One that `work` returns with its failure
+/// stays the caller's.
 pub(crate) fn pass<R, E: Into<Unpassed>>(
     loan: *mut warpipe_loan,
     work: impl FnOnce(Loan) -> Result<R, E>,
 ) -> Result<R> {
-    give(loan, |loan, _| match loan {
-        LoanKind::Job(loan) => work(loan).map_err(|failed| {
-            let Unpassed { failure, loan } = failed.into();
-            (failure, loan.map(|loan| Box::new(LoanKind::Job(*loan))))
-        }),
+    let mut lent = handle::find(loan)?;
+    let OnDevice { object, streams } = lent.take();
+    let (failure, returned) = match object {
+        LoanKind::Job(loan) => match work(loan).map_err(E::into) {
+            Ok(passed) => return Ok(passed),
+            Err(Unpassed { failure, loan }) => (failure, loan.map(|loan| LoanKind::Job(*loan))),
+        },
         sample => {
             let failure = Failure::state("this loan is a publisher's; send it");
-            Err((failure, Some(Box::new(sample))))
+            (failure, Some(sample))
         }
-    })
+    };
+    if let Some(object) = returned {
+        lent.put_back(OnDevice { object, streams });
+    }
+    Err(failure)
+}
+
+/// A loan in a call that sends it: closed once it is sent, also where the call panics.
+struct Sending<'a>(&'a mut Locked<OnDevice<LoanKind>>);
+
+impl Drop for Sending<'_> {
+    fn drop(&mut self) {
+        if matches!(&self.0.object, LoanKind::Sample(sample) if sample.is_given()) {
+            self.0.close();
+        }
+    }
 }
 
 /// Describes a loan: its address and layout.
@@ -229,29 +231,16 @@ pub unsafe extern "C" fn warpipe_loan_send(
     timeout_ns: u64,
     sequence: *mut u64,
 ) -> warpipe_status {
-    let send = |loan, streams: &Streams| {
-        // SAFETY: the caller's promise.
-        let (stream, sample) = match (unsafe { streams.get(stream) }, loan) {
-            (Ok(stream), LoanKind::Sample(sample)) => (stream, sample),
-            (Ok(_), loan) => {
-                let said = "this loan is not a publisher's; submit it, or answer with it";
-                return Err((Failure::state(said), Some(Box::new(loan))));
-            }
-            (Err(failure), loan) => return Err((failure, Some(Box::new(loan)))),
+    call(loan, |lent| {
+        let sending = Sending(lent);
+        let OnDevice { object, streams } = &mut **sending.0;
+        let LoanKind::Sample(sample) = object else {
+            let said = "this loan is not a publisher's; submit it, or answer with it";
+            return Err(Failure::state(said));
         };
-        let sent = match timeout_unless_usual(timeout_ns) {
-            Some(timeout) => sample.send_within(&stream, timeout),
-            None => sample.send(&stream),
-        };
-        sent.map_err(|unsent| {
-            let returned = unsent
-                .returned
-                .map(|sample| Box::new(LoanKind::Sample(*sample)));
-            (unsent.error.into(), returned)
-        })
-    };
-    run(|| {
-        let sent = give(loan, send)?;
+        let wait = timeout_unless_usual(timeout_ns).map(Wait::from);
+        // SAFETY: the caller's promise of the stream; `sending` closes a loan that is given.
+        let sent = unsafe { sample.send_in_place(&*streams.get(stream)?, wait) }?;
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(sequence, sent) };
         Ok(())

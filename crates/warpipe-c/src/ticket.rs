@@ -119,10 +119,7 @@ pub unsafe extern "C" fn warpipe_ticket_for(
     length: *mut usize,
 ) -> warpipe_status {
     run(|| {
-        let domain = match domain_of(domain)? {
-            Some(domain) => domain,
-            None => Domain::from_environment()?,
-        };
+        let domain = domain_of(domain)?.map_or_else(Domain::from_environment, Ok)?;
         // SAFETY: the caller's promises.
         unsafe {
             let ticket = Ticket::to(&domain, text("name", name)?)?;

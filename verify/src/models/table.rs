@@ -185,7 +185,7 @@ fn reused() {
     let thread = loom::thread::spawn(move || insert(table, &theirs, 0));
     let first = insert(table, &words, 1);
     let second = insert(table, &words, 2);
-    drop(table.lock(first).ok().expect("it is open").take());
+    table.lock(first).ok().expect("it is open").close();
     let third = insert(table, &words, 3);
     let fourth = insert(table, &words, 4);
     let other = thread.join().expect("the other");

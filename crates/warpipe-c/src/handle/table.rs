@@ -18,14 +18,17 @@ use super::atomic::{AtomicPtr, AtomicU32, AtomicU64};
 
 /// The entries of the first page; each further one has twice as many.
 const FIRST_PAGE: u32 = 32;
-const PAGES: usize = 20;
+const PAGES: usize = 17;
 
 /// The most objects of a table at once.
 pub(crate) const ENTRIES_MAX: u32 = FIRST_PAGE * ((1 << PAGES) - 1);
 
+/// An index is a page, and a place there.
 const INDEX_BITS: u32 = 26;
+const PLACE_BITS: u32 = 21;
 const GENERATION_BITS: u32 = 32;
-const _: () = assert!(ENTRIES_MAX < 1 << INDEX_BITS);
+const _: () = assert!(FIRST_PAGE << (PAGES - 1) <= 1 << PLACE_BITS);
+const _: () = assert!(PAGES <= 1 << (INDEX_BITS - PLACE_BITS));
 
 /// How many of a key's low bits may be set.
 pub(crate) const KEY_BITS: u32 = INDEX_BITS + GENERATION_BITS;
@@ -152,13 +155,13 @@ impl<T> Table<T> {
     /// An entry, if its page is there.
     #[inline]
     fn entry_at(&'static self, index: u32) -> Option<Entry<T>> {
-        let (page, place) = position(index);
-        let first = self.pages.get(page)?.load(Acquire);
-        if first.is_null() {
+        let (page, place) = (index >> PLACE_BITS, index & ((1 << PLACE_BITS) - 1));
+        let first = self.pages.get(page as usize)?.load(Acquire);
+        if first.is_null() || place >= FIRST_PAGE << page {
             return None;
         }
-        // SAFETY: a page has as many entries as `position` counts, and is never freed.
-        let slot = unsafe { &*first.add(place) };
+        // SAFETY: a page has so many entries, and is never freed.
+        let slot = unsafe { &*first.add(place as usize) };
         let table = self;
         Some(Entry { table, slot, index })
     }
@@ -183,12 +186,11 @@ impl<T> Table<T> {
     #[cold]
     fn take_new(&'static self) -> Option<Entry<T>> {
         let next = |used| (used < ENTRIES_MAX).then_some(used + 1);
-        let index = self.used.fetch_update(Relaxed, Relaxed, next).ok()?;
-        let (page, _) = position(index);
+        let (page, place) = position(self.used.fetch_update(Relaxed, Relaxed, next).ok()?);
         if self.pages[page].load(Acquire).is_null() {
             self.add_page(page);
         }
-        self.entry_at(index)
+        self.entry_at((page as u32) << PLACE_BITS | place as u32)
     }
 
     /// Not behind a lock: two threads may make one page, and one of them is freed.
@@ -224,11 +226,11 @@ impl<T> Table<T> {
     }
 }
 
-/// The page of an entry, and its place there.
-fn position(index: u32) -> (usize, usize) {
-    let page = (index / FIRST_PAGE + 1).ilog2();
+/// The page of the entry that so many were filled before, and its place there.
+fn position(filled: u32) -> (usize, usize) {
+    let page = (filled / FIRST_PAGE + 1).ilog2();
     let before = FIRST_PAGE * ((1 << page) - 1);
-    (page as usize, (index - before) as usize)
+    (page as usize, (filled - before) as usize)
 }
 
 /// The list of free entries with another first one. The count above it makes every state of the
@@ -336,6 +338,14 @@ impl<T> Locked<T> {
         // SAFETY: open when it was locked, so that it was filled, and not taken since; nothing
         // reads it again before `put_back`.
         unsafe { (*self.entry.slot.value.get()).assume_init_read() }
+    }
+
+    /// Drops the value where it is, which closes the object.
+    pub(crate) fn close(&mut self) {
+        assert!(!self.is_taken, "taken twice");
+        self.is_taken = true;
+        // SAFETY: as for `take`.
+        unsafe { (*self.entry.slot.value.get()).assume_init_drop() }
     }
 
     /// Puts back the value that was taken, or another in its place.

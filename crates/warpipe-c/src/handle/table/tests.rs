@@ -20,8 +20,8 @@ fn table<T>() -> &'static Table<T> {
 #[test]
 fn every_index_has_a_place_of_its_own() {
     let mut expected = (0, 0);
-    for index in 0..100_000 {
-        assert_eq!(position(index), expected);
+    for filled in 0..100_000 {
+        assert_eq!(position(filled), expected);
         expected.1 += 1;
         if expected.1 == (FIRST_PAGE as usize) << expected.0 {
             expected = (expected.0 + 1, 0);

@@ -178,8 +178,30 @@ impl SampleMut {
         self.give(None, stream, to, Some(&wait), |_, sent| sent.sequence)
     }
 
-    /// Has `stream` wait for all work on the loan, and sends it, with its own metadata or these. If
-    /// that fails, the loan goes back to the caller.
+    /// [`send`](Self::send), or [`send_within`](Self::send_within), of a loan that stays where it
+    /// is: a move costs more than the rest of a call from C. After an error, [`is_given`] says
+    /// whether the loan is used up.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    ///
+    /// # Safety
+    /// A loan that [`is_given`] is dropped next.
+    ///
+    /// [`is_given`]: Self::is_given
+    #[doc(hidden)] // For the C interface.
+    pub unsafe fn send_in_place(&mut self, stream: &Stream, wait: Option<Wait<'_>>) -> Result<u64> {
+        let sent = self.give_in_place(None, stream, Recipients::All, wait.as_ref())?;
+        Ok(sent.sequence)
+    }
+
+    /// Whether it was sent, so that its slot is no longer this loan's.
+    #[doc(hidden)] // For the C interface.
+    pub fn is_given(&self) -> bool {
+        self.is_given
+    }
+
+    /// As [`give_in_place`](Self::give_in_place). If that fails, the loan goes back to the caller.
     #[inline]
     pub(in crate::pubsub) fn give<T>(
         mut self,
@@ -189,6 +211,26 @@ impl SampleMut {
         wait: Option<&Wait<'_>>,
         then: impl FnOnce(&SampleMut, Delivery) -> T,
     ) -> Result<T, SendError> {
+        match self.give_in_place(metadata, stream, to, wait) {
+            Ok(delivery) => Ok(then(&self, delivery)),
+            Err(error) => {
+                let is_returned = !self.is_given;
+                let returned = is_returned.then(|| Box::new(self));
+                Err(SendError { error, returned })
+            }
+        }
+    }
+
+    /// Has `stream` wait for all work on the loan, and sends it, with its own metadata or these.
+    /// `is_given` says after an error whether the sample was announced.
+    #[inline]
+    fn give_in_place(
+        &mut self,
+        metadata: Option<&Metadata>,
+        stream: &Stream,
+        to: Recipients,
+        wait: Option<&Wait<'_>>,
+    ) -> Result<Delivery> {
         // Until it is known to be unsent, also where a call panics.
         self.is_given = true;
         let sent = self.gather(stream).and_then(|()| {
@@ -203,19 +245,14 @@ impl SampleMut {
             };
             self.core.send(given, stream, to, wait)
         });
-        match sent {
-            Ok(delivery) => Ok(then(&self, delivery)),
-            Err(SendFailure::BeforePublish(error)) => {
+        sent.map_err(|failure| match failure {
+            SendFailure::BeforePublish(error) => {
                 self.is_given = false;
                 self.stay_behind(stream);
-                let returned = Some(Box::new(self));
-                Err(SendError { error, returned })
+                error
             }
-            Err(SendFailure::AfterPublish(error)) => Err(SendError {
-                error,
-                returned: None,
-            }),
-        }
+            SendFailure::AfterPublish(error) => error,
+        })
     }
 
     /// Makes `stream` wait for the other streams that got work on the loan.
