@@ -7,12 +7,11 @@ use std::sync::{Arc, Weak};
 use pyo3::prelude::*;
 use warpipe::{Access, Wait};
 
-use crate::closeable::{Closeable, Named};
 use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
-use crate::handle::CloseableHandle;
+use crate::handle::{Closeable, CloseableHandle, Named};
 use crate::interpreter_exit::LibraryHeld;
 use crate::memory_owner::{MemoryOwner, OwnedMemory};
 use crate::process::Home;

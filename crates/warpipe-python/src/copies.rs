@@ -4,7 +4,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::time::Duration;
 
 use pyo3::ffi;
@@ -15,6 +15,7 @@ use warpipe_dlpack::Elements;
 use crate::detached::OwnStream;
 use crate::device::is_cuda;
 use crate::errors::Outcome;
+use crate::exclusive::locked;
 use crate::interpreter_exit;
 use crate::source::{Source, SourceOwner, Wanted};
 use crate::stream::Consumer;
@@ -119,9 +120,7 @@ impl Copying {
     /// send drops it.
     fn done(mut self) {
         let keep = self.keep.take();
-        DONE.lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .extend(keep);
+        locked(&DONE).extend(keep);
         if !interpreter_exit::has_begun() {
             // SAFETY: may be called without the interpreter, while there is one; `sweep_later`
             // takes any argument. If too many calls are pending, one of those sweeps, or the next

@@ -4,12 +4,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyType};
 use warpipe::{OpenOptions, Wait};
 
-use crate::closeable::Closeable;
 use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, place};
 use crate::errors::Outcome;
-use crate::handle::CloseableHandle;
+use crate::handle::{Closeable, CloseableHandle};
 use crate::legacy::parsed;
 use crate::stream::Consumer;
 use crate::wait::{HELD_UP, Limit, waiting};

@@ -7,6 +7,11 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+/// The value of a lock, also behind a panic: no state here is left between two steps.
+pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// A value that one thread at a time may use.
 #[derive(Debug)]
 pub struct Exclusive<T> {
@@ -43,10 +48,6 @@ impl<T> Exclusive<T> {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, ExclusiveState<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Runs `work` on the value when no other thread has it; `None` if that does not happen within
     /// `limit`.
     pub fn with<R>(
@@ -54,7 +55,7 @@ impl<T> Exclusive<T> {
         limit: Duration,
         work: impl FnOnce(&mut T) -> R,
     ) -> Result<Option<R>, Closed> {
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         let busy = |state: &mut ExclusiveState<T>| state.value.is_none() && !state.closed;
         if busy(&mut state) {
             state.waiting += 1;
@@ -78,11 +79,11 @@ impl<T> Exclusive<T> {
     }
 
     fn put_back(&self, value: Box<T>) {
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         if state.closed {
             drop(state);
             drop(value);
-            self.lock().is_borrowed = false;
+            locked(&self.state).is_borrowed = false;
             return;
         }
         (state.value, state.is_borrowed) = (Some(value), false);
@@ -98,7 +99,7 @@ impl<T> Exclusive<T> {
 
     /// Ends it: at once if no thread has it, else when it is put back.
     pub fn close(&self) {
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         state.closed = true;
         let value = state.value.take();
         drop(state);
@@ -108,12 +109,12 @@ impl<T> Exclusive<T> {
 
     /// Whether it has ended, and no thread has it any more.
     pub fn is_over(&self) -> bool {
-        let state = self.lock();
+        let state = locked(&self.state);
         state.closed && !state.is_borrowed
     }
 
     /// Whether it has ended.
     pub fn is_closed(&self) -> bool {
-        self.lock().closed
+        locked(&self.state).closed
     }
 }

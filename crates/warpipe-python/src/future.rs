@@ -1,7 +1,7 @@
 //! The outcome of a job or a request, as a `concurrent.futures.Future` has one: the base of
 //! `JobHandle` and `Pending`.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyBaseException;
@@ -13,9 +13,9 @@ use warpipe::{Error, JobEnd, StateFault, Wait};
 
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
-use crate::exclusive::Exclusive;
+use crate::exclusive::{Exclusive, locked};
 use crate::job::{self, Watch};
-use crate::job_endpoint::{JobEndpoint, Submitted};
+use crate::jobs::{JobEndpoint, Submitted};
 use crate::stream::imported;
 use crate::wait::{Limit, SLICE, in_slices, late, waiting};
 
@@ -78,14 +78,10 @@ impl Future {
         }
     }
 
-    fn settled(&self) -> MutexGuard<'_, Option<Settled>> {
-        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Call in turn, once.
     fn settle(&self, outcome: Settled) {
         let is_cancelled = matches!(outcome, Settled::Cancelled);
-        *self.settled() = Some(outcome);
+        *locked(&self.settled) = Some(outcome);
         let _ = self.is_cancelled.set(is_cancelled);
     }
 
@@ -145,7 +141,7 @@ impl Future {
     /// The outcome that was settled.
     fn given(&self, py: Python<'_>) -> &Given {
         self.given.get_or_init_py_attached(py, || {
-            let settled = self.settled().take();
+            let settled = locked(&self.settled).take();
             let failed = |error: PyErr| Given::Failed(error.into_value(py));
             match settled {
                 Some(Settled::Result(result)) => {

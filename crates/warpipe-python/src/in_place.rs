@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use pyo3::exceptions::PyTypeError;
@@ -15,6 +15,7 @@ use warpipe::{DevicePtr, Layout, PublishOptions, Published, Publisher, SampleMut
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::locked;
 use crate::interpreter_exit::LibraryHeld;
 use crate::source::Source;
 use crate::thread_exit::prepare_exit;
@@ -82,7 +83,7 @@ impl PublishedPool {
         let Some((memory, offset)) = torch_allocator::find(address) else {
             return Ok(None);
         };
-        let mut list = self.lock();
+        let mut list = locked(&self.list);
         let published = match list.get(&memory.ptr()) {
             Some(known) => known.clone(),
             None => {
@@ -98,18 +99,14 @@ impl PublishedPool {
     /// Takes out what PyTorch has freed. Its address is no other memory's as long as it is here.
     fn take_freed(&self) -> Vec<Arc<Published>> {
         let is_freed = |first: &DevicePtr, _: &mut Arc<Published>| !torch_allocator::has(*first);
-        let mut list = self.lock();
+        let mut list = locked(&self.list);
         let freed = list.extract_if(is_freed);
         freed.map(|(_, published)| published).collect()
     }
 
     /// Ends all publications. What subscribers have open stays.
     pub fn clear(&self) {
-        drop(std::mem::take(&mut *self.lock()));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<DevicePtr, Arc<Published>>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+        drop(std::mem::take(&mut *locked(&self.list)));
     }
 }
 

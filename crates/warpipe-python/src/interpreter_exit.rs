@@ -6,7 +6,7 @@
 //! interpreter: see `thread_exit`.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyImportError;
@@ -16,6 +16,7 @@ use pyo3::prelude::*;
 
 use crate::detached::DropDetached;
 use crate::errors;
+use crate::exclusive::locked;
 use crate::process::{self, Home};
 use crate::thread_exit;
 use crate::wait::{SLICE, until};
@@ -78,10 +79,6 @@ impl Callback {
         Arc::new(Callback(Mutex::new(Some(function))))
     }
 
-    fn function(&self) -> MutexGuard<'_, Option<Py<PyAny>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// For the owner's `__traverse__`, which must not wait.
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
         self.0
@@ -91,13 +88,13 @@ impl Callback {
 
     /// Takes the function away; it is not called any more.
     pub fn clear(&self) {
-        let function = self.function().take();
+        let function = locked(&self.0).take();
         drop(function);
     }
 
     /// Whether it may still be called.
     pub fn is_live(&self) -> bool {
-        self.function().is_some()
+        locked(&self.0).is_some()
     }
 
     /// Calls it, unless the program ends. An exception goes to ``sys.unraisablehook``.
@@ -110,8 +107,7 @@ impl Callback {
         thread_exit::prepare_exit();
         let _ = Python::try_attach(|py| {
             // Held for the call: the owner may be dropped meanwhile.
-            let Some(callback) = self
-                .function()
+            let Some(callback) = locked(&self.0)
                 .as_ref()
                 .map(|callback| callback.clone_ref(py))
             else {
@@ -189,18 +185,14 @@ impl<T: Send> Closable<T> {
         }))
     }
 
-    fn state(&self) -> MutexGuard<'_, ClosableState<T>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The value, while it is open.
     pub fn get(&self) -> Option<Arc<DropDetached<T>>> {
-        self.state().open.clone()
+        locked(&self.0).open.clone()
     }
 
     /// Closes it. Drop the result without the interpreter, as that may take a moment.
     pub fn take(&self) -> Option<Arc<DropDetached<T>>> {
-        self.state().open.take()
+        locked(&self.0).open.take()
     }
 }
 
@@ -211,11 +203,11 @@ impl<T: Send + Sync> Endpoint for Closable<T> {
     }
 
     fn is_closed(&self) -> bool {
-        self.state().open.is_none()
+        locked(&self.0).open.is_none()
     }
 
     fn is_over(&self) -> bool {
-        self.state().used.strong_count() == 0
+        locked(&self.0).used.strong_count() == 0
     }
 }
 
@@ -298,7 +290,7 @@ impl _Running {
     }
 
     fn end(&self) {
-        let running = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let running = locked(&self.0).take();
         drop(running);
     }
 }

@@ -11,7 +11,7 @@ use warpipe::{Error, Wait};
 use crate::detached::DropDetached;
 use crate::errors::Outcome;
 use crate::frame::Frame;
-use crate::job_endpoint::JobEndpoint;
+use crate::jobs::JobEndpoint;
 use crate::wait::{SLICE, hand_over, late, none_if_late, waiting};
 
 /// The descriptor of a queue for event loops.

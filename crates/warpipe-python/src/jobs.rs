@@ -1,25 +1,31 @@
-//! `_Jobs`, the base of `Queue` and `Client`: submits jobs, or requests.
+//! `_Jobs`, the base of `Queue` and `Client`: the library's endpoint, the stream for results, and the
+//! conversion of foreign tensors to jobs, or requests.
 
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::clock::now_ns;
-use warpipe::{OptionalExtension, ResultOrder};
+use warpipe::{
+    Error, Layout, OptionalExtension, QueueWatch, ResultOrder, StateFault, SubmitError, Wait,
+};
 
-use crate::closeable::Closeable;
-use crate::detached::call;
+use crate::copies::CopyContext;
+use crate::detached::{DropDetached, OwnStream, call};
 use crate::device::Device;
 use crate::domain::{Domain, place};
-use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::future;
+use crate::exclusive::locked;
+use crate::handle::{Closeable, CloseableHandle};
 use crate::job::Results;
-use crate::job_endpoint::{JobEndpoint, QueueOrClient};
-use crate::loan::Loan;
+use crate::loan::{Loan, Slot, slot_of};
 use crate::metadata::Metadata;
 use crate::tuples::{self, Info};
 use crate::wait::{Given, Limit, Seconds, Timeout, optional, seconds, waiting};
+use crate::{dtype, future};
 
 /// Submits jobs to a queue of its own, or requests to a service.
 #[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Jobs")]
@@ -217,5 +223,284 @@ impl Jobs {
 impl Drop for Jobs {
     fn drop(&mut self) {
         self.endpoint.abandon();
+    }
+}
+
+/// Numbers are never reused, so an event loop's table cannot confuse two endpoints.
+static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
+
+/// The library's endpoint.
+#[derive(Debug)]
+pub enum QueueOrClient {
+    /// A queue's, and results of interrupted waits: the last one is the next to be returned.
+    Queue(warpipe::Queue, Mutex<Vec<warpipe::JobResult>>),
+    /// A client's, which contains a queue.
+    Client(warpipe::Client),
+}
+
+impl QueueOrClient {
+    /// Of a queue.
+    pub fn of(queue: warpipe::Queue) -> QueueOrClient {
+        QueueOrClient::Queue(queue, Mutex::default())
+    }
+
+    /// A queue's own. A client is no queue: Python may call `Queue.drain(client)`.
+    pub fn queue(&self) -> Outcome<&warpipe::Queue> {
+        Ok(self.queue_and_unused()?.0)
+    }
+
+    /// The results that a queue returns before others.
+    pub fn unused(&self) -> Outcome<MutexGuard<'_, Vec<warpipe::JobResult>>> {
+        let (_, unused) = self.queue_and_unused()?;
+        Ok(locked(unused))
+    }
+
+    fn queue_and_unused(&self) -> Outcome<(&warpipe::Queue, &Mutex<Vec<warpipe::JobResult>>)> {
+        match self {
+            QueueOrClient::Queue(queue, unused) => Ok((queue, unused)),
+            QueueOrClient::Client(_) => Err(Fault::argument("the object", "a client", "a queue")),
+        }
+    }
+
+    /// The queue of the jobs, or of the requests.
+    pub fn jobs(&self) -> &warpipe::Queue {
+        match self {
+            QueueOrClient::Queue(queue, _) => queue,
+            QueueOrClient::Client(client) => client.queue(),
+        }
+    }
+
+    fn submit(
+        &self,
+        loan: warpipe::Loan,
+        stream: &warpipe::Stream,
+        deadline_ns: u64,
+        wait: Wait<'_>,
+    ) -> Result<Submitted, SubmitError> {
+        Ok(match self {
+            QueueOrClient::Queue(queue, _) => {
+                let handle = queue.submit_within(loan, stream, wait)?;
+                Submitted::Job(DropDetached::new(handle))
+            }
+            QueueOrClient::Client(client) => {
+                let pending = client.request_before(loan, stream, deadline_ns, wait)?;
+                Submitted::Request(DropDetached::new(pending))
+            }
+        })
+    }
+}
+
+/// The handle of a job or of a request. A request that is dropped is cancelled.
+#[derive(Debug)]
+pub enum Submitted {
+    Job(DropDetached<warpipe::JobHandle>),
+    Request(DropDetached<warpipe::Pending>),
+}
+
+impl Deref for Submitted {
+    type Target = warpipe::JobHandle;
+
+    fn deref(&self) -> &warpipe::JobHandle {
+        match self {
+            Submitted::Job(handle) => handle,
+            Submitted::Request(pending) => pending,
+        }
+    }
+}
+
+/// Submits jobs and receives results.
+#[derive(Debug)]
+pub struct JobEndpoint {
+    kind: &'static str,
+    pub name: String,
+    pub context: CopyContext,
+    pub number: u64,
+    is_shut: AtomicBool,
+    /// What shutdowns have cancelled; locked while one does.
+    cancelled: Mutex<HashSet<u64>>,
+    handle: CloseableHandle<QueueOrClient>,
+}
+
+impl JobEndpoint {
+    /// Wraps an endpoint.
+    pub fn open(
+        py: Python<'_>,
+        kind: &'static str,
+        name: &str,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+        end: QueueOrClient,
+    ) -> PyResult<Arc<JobEndpoint>> {
+        let handle = CloseableHandle::new(kind, name, end)?;
+        Ok(Arc::new(JobEndpoint {
+            kind,
+            name: name.to_owned(),
+            context: CopyContext::new(device.clone(), OwnStream::new(py, device)?, patience),
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
+            is_shut: AtomicBool::new(false),
+            cancelled: Mutex::default(),
+            handle,
+        }))
+    }
+
+    /// The endpoint while it is open. Look it up anew for each slice of a wait: then closing ends
+    /// the wait.
+    pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
+        self.handle
+            .open()?
+            .ok_or_else(|| Error::State(StateFault::QueueClosed(self.name.clone())).into())
+    }
+
+    /// An error in a forked child.
+    pub fn check(&self) -> Outcome<()> {
+        self.handle.check()
+    }
+
+    /// The base of the class that holds it.
+    pub fn base(&self) -> PyClassInitializer<Closeable> {
+        self.handle.base()
+    }
+
+    /// Marks the endpoint as shut: `results()` may end from now on.
+    pub fn shut(&self) {
+        self.is_shut.store(true, Ordering::Release);
+    }
+
+    /// Whether the endpoint is shut: no job is submitted any more.
+    pub fn is_shut(&self) -> bool {
+        self.is_shut.load(Ordering::Acquire)
+    }
+
+    /// Cancels the jobs that no worker holds.
+    pub fn cancel_waiting(&self) -> Outcome<()> {
+        let end = self.end()?;
+        let mut cancelled = locked(&self.cancelled);
+        cancelled.extend(end.queue()?.cancel_waiting()?);
+        Ok(())
+    }
+
+    /// Whether a shutdown cancelled this job. Call without the interpreter.
+    pub fn has_cancelled(&self, job: u64) -> bool {
+        locked(&self.cancelled).contains(&job)
+    }
+
+    /// Waits until there are `count` workers, or servers: `what` is their name in the error.
+    pub fn wait_for(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        count: usize,
+        timeout: Limit,
+    ) -> PyResult<()> {
+        let goes_on = || self.end().map(drop);
+        waiting(py, timeout.0, goes_on, |wait| {
+            let end = self.end()?;
+            match end.jobs().wait_for_workers(count, wait) {
+                Err(Error::Timeout { waited, .. }) => {
+                    let (name, attached) = (&self.name, end.jobs().state()?.workers.len());
+                    let plural = if count == 1 { "" } else { "s" };
+                    let what = format!("{count} {what}{plural} of {name:?} ({attached} attached)");
+                    Err(Error::Timeout { what, waited }.into())
+                }
+                come => Ok(come?),
+            }
+        })
+    }
+
+    /// Whether the outcomes of all jobs were taken.
+    pub fn is_empty(&self) -> Outcome<bool> {
+        let state = self.end()?.jobs().state()?;
+        Ok(state.waiting + state.leased + state.finished == 0)
+    }
+
+    /// A descriptor for an event loop.
+    pub fn watch(&self) -> Outcome<QueueWatch> {
+        Ok(self.end()?.jobs().watch()?)
+    }
+
+    /// Closes it. Returns at once if it is closed already.
+    pub fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.handle.close(py)?;
+        self.context.settle(py)
+    }
+
+    /// Closes it and ignores the error: no caller is left to get it.
+    pub fn abandon(&self) {
+        self.handle.end();
+    }
+
+    fn borrow(
+        &self,
+        py: Python<'_>,
+        layout: &Layout,
+        metadata: Option<Metadata>,
+    ) -> PyResult<Slot> {
+        let goes_on = || self.end().map(drop);
+        let loan = waiting(py, self.context.patience, goes_on, |wait| {
+            Ok(self.end()?.jobs().loan_within(layout, wait)?)
+        })?;
+        Ok(Slot::of_work(loan, metadata)?)
+    }
+
+    /// A loan to be filled by the caller.
+    pub fn loan(
+        &self,
+        py: Python<'_>,
+        layout: &Layout,
+        metadata: Option<Metadata>,
+    ) -> PyResult<Py<Loan>> {
+        let slot = self.borrow(py, layout, metadata)?;
+        Py::new(py, Loan::new(slot, &self.context))
+    }
+
+    /// An input, and the stream that completes it: a tensor is copied, a loan of this
+    /// queue is taken.
+    pub fn input(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        metadata: Option<Metadata>,
+        stream: Given<'_, '_>,
+    ) -> PyResult<(Slot, warpipe::Stream)> {
+        self.end()?;
+        let borrow = |layout: &Layout, metadata| self.borrow(py, layout, metadata);
+        slot_of(py, &self.context, tensor, metadata, stream, borrow)
+    }
+
+    /// Submits an input; `patience` is how long that may wait, and `deadline_ns` is for a request.
+    /// An interrupted wait has submitted nothing.
+    pub fn submit(
+        &self,
+        py: Python<'_>,
+        (slot, stream): (Slot, warpipe::Stream),
+        patience: Option<Duration>,
+        deadline_ns: u64,
+    ) -> PyResult<Submitted> {
+        let loan = slot.into_work(&format!("one of this {}", self.kind))?;
+        // One that came while the input was made.
+        if let Err(interrupt) = py.check_signals() {
+            let _ = py.detach(|| loan.discard(&stream));
+            return Err(interrupt);
+        }
+        let goes_on = || self.end().map(drop);
+        waiting(py, patience, goes_on, |wait| {
+            let (error, unused): (Fault, _) = match self.end() {
+                Ok(end) => match end.submit(loan, &stream, deadline_ns, wait) {
+                    Ok(submitted) => return Ok(submitted),
+                    Err(failed) => (failed.error.into(), failed.returned.map(|loan| *loan)),
+                },
+                Err(closed) => (closed, Some(loan)),
+            };
+            if let Some(unused) = unused {
+                // Work that fills the input may still be pending.
+                let _ = unused.discard(&stream);
+            }
+            Err(error)
+        })
+    }
+
+    /// Its device, as Python holds it.
+    pub fn device(&self) -> Device {
+        Device::of(&self.context.device)
     }
 }

@@ -5,12 +5,11 @@ use std::fmt;
 use pyo3::prelude::*;
 use warpipe::{RingInfo, Wait};
 
-use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, opened, place};
 use crate::errors::{Fault, Outcome};
-use crate::handle::CloseableHandle;
+use crate::handle::{CloseableHandle, Named};
 use crate::stream::{Consumer, Consumers};
 use crate::wait::{Limit, WaitLimit};
 

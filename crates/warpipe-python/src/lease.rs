@@ -1,6 +1,6 @@
 //! A job of a worker, or a request of a server: the input, the answer, and memory for the result.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -10,11 +10,11 @@ use crate::copies::CopyContext;
 use crate::detached::DropDetached;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::locked;
 use crate::frame::Frame;
-use crate::loan::{Loan, slot_of};
+use crate::loan::{Loan, Slot, slot_of};
 use crate::metadata::Metadata;
 use crate::process::Home;
-use crate::slot::Slot;
 use crate::stream::Consumer;
 use crate::wait::{Given, waiting};
 
@@ -101,10 +101,7 @@ impl Lease {
     /// may last.
     fn answer_handle(&self) -> Outcome<MutexGuard<'_, Option<DropDetached<AnswerHandle>>>> {
         self.home.check()?;
-        Ok(self
-            .answer_handle
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner))
+        Ok(locked(&self.answer_handle))
     }
 
     fn has_answer(&self, py: Python<'_>) -> Outcome<bool> {

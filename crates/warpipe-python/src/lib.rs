@@ -55,7 +55,6 @@
 mod allocations;
 mod array;
 mod buffer;
-mod closeable;
 mod command;
 mod copies;
 mod detached;
@@ -72,7 +71,6 @@ mod handle;
 mod in_place;
 mod interpreter_exit;
 mod job;
-mod job_endpoint;
 mod jobs;
 mod kernel_ring;
 mod lease;
@@ -82,21 +80,17 @@ mod members;
 mod memory;
 mod memory_owner;
 mod metadata;
-mod outgoing;
-mod parts;
 mod pool;
 mod process;
 mod publisher;
 mod receiver;
 mod semaphore;
 mod shared_memory;
-mod slot;
 mod source;
 mod stream;
 mod tensor;
 mod testing;
 mod thread_exit;
-mod ticket;
 mod timeline;
 mod torch;
 mod torch_allocator;
@@ -131,15 +125,15 @@ macro_rules! add_classes {
 fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     add_classes!(module:
         device::Device, domain::Domain, stream::Stream, tensor::Tensor, tensor::Held,
-        closeable::Closeable, closeable::Named, publisher::Publisher, loan::Loan,
-        outgoing::Outgoing, receiver::Receiver, frame::Frame, parts::Part, parts::FrameParts,
+        handle::Closeable, handle::Named, publisher::Publisher, loan::Loan,
+        publisher::Outgoing, receiver::Receiver, frame::Frame, frame::Part, frame::FrameParts,
         timeline::Timeline, kernel_ring::KernelRing, event::Event, event::EventHandle,
         event::Recording, semaphore::Semaphore, semaphore::Permit, members::Member,
         members::Members, view::View, shared_memory::Memory, shared_memory::Published,
-        shared_memory::SharedMemory, ticket::Ticket, legacy::LegacyHandle, legacy::LegacyMemory,
+        shared_memory::SharedMemory, shared_memory::Ticket, legacy::LegacyHandle, legacy::LegacyMemory,
         pool::Pool, pool::Buffer, pool::PoolClient, pool::LentBuffer, jobs::Jobs, future::Future,
         future::JobHandle, job::Result, job::Results, job::Watch, lease::Lease,
-        lease::Output, future::Pending, closeable::Bare
+        lease::Output, future::Pending, handle::Bare
     );
     module.add_function(wrap_pyfunction!(wait::_check_seconds, module)?)?;
     allocations::register(module)?;

@@ -1,19 +1,22 @@
 //! `Loan`: memory on loan, to be filled.
 
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::Layout;
+use warpipe::backend::DevicePtr;
+use warpipe::{Layout, SampleMut, Stream};
 
-use crate::copies::CopyContext;
-use crate::detached::detached;
+use crate::copies::{CopyContext, Target};
+use crate::detached::{DropDetached, detached};
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::locked;
+use crate::frame::Part;
 use crate::memory::{LoanHolder, Memory, MemoryHolder};
-use crate::metadata::Metadata;
-use crate::parts::Part;
-use crate::slot::Slot;
+use crate::metadata::{self, Metadata};
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
@@ -65,7 +68,7 @@ impl Loan {
 
     fn open(&self) -> Outcome<MutexGuard<'_, Option<Open>>> {
         self.owner.check()?;
-        Ok(self.open.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(locked(&self.open))
     }
 
     /// Its memory, while it is on loan.
@@ -242,5 +245,117 @@ impl Loan {
         }
         *self.open()? = Some(open);
         filled.map(drop)
+    }
+}
+
+/// The owner of the slot.
+#[derive(Debug)]
+pub enum Slot {
+    /// A publisher's, to be sent.
+    Sample(DropDetached<SampleMut>),
+    /// A queue's, to be submitted, or a worker's, to complete a job with.
+    Work(DropDetached<warpipe::Loan>),
+}
+
+impl Slot {
+    /// A queue's, or a worker's, with its metadata.
+    pub fn of_work(loan: warpipe::Loan, metadata: Option<Metadata>) -> Outcome<Slot> {
+        let mut slot = Slot::Work(DropDetached::new(loan));
+        slot.set_metadata(metadata)?;
+        Ok(slot)
+    }
+
+    /// The loan of a queue, or a worker; `owner` is for the error.
+    pub fn into_work(self, owner: &str) -> Outcome<warpipe::Loan> {
+        match self {
+            Slot::Work(loan) => Ok(loan.into_inner()),
+            Slot::Sample(_) => Err(Fault::argument("the loan", "a publisher's", owner)),
+        }
+    }
+
+    /// Sets the metadata, if there is any.
+    pub fn set_metadata(&mut self, metadata: Option<Metadata>) -> Outcome<()> {
+        let Some(Metadata(bytes)) = metadata else {
+            return Ok(());
+        };
+        let set = match self {
+            Slot::Sample(sample) => sample.set_metadata(&bytes),
+            Slot::Work(loan) => loan.set_metadata(&bytes),
+        };
+        set.map_err(metadata::refused)
+    }
+
+    /// The whole of it, or the part of this name, as the target of a copy.
+    pub fn target<'s>(&'s mut self, name: Option<&'s str>) -> PyResult<SlotTarget<'s>> {
+        let (lowest, layout) = match (&*self, name) {
+            (_, None) => (self.slot_ptr(), *self.layout()),
+            (Slot::Sample(sample), Some(name)) => {
+                let part = sample.part(name).map_err(Fault::from)?;
+                (part.slot_ptr, part.layout)
+            }
+            (Slot::Work(_), Some(name)) => return Err(PyKeyError::new_err(name.to_owned())),
+        };
+        Ok(SlotTarget {
+            slot: self,
+            name,
+            lowest,
+            layout,
+        })
+    }
+
+    /// Gives it back unused, after the stream's work. Call without the interpreter.
+    pub fn discard(self, stream: &Stream) -> Outcome<()> {
+        Ok(match self {
+            Slot::Sample(sample) => sample.into_inner().discard(stream),
+            Slot::Work(loan) => loan.into_inner().discard(stream),
+        }?)
+    }
+}
+
+impl Deref for Slot {
+    type Target = SampleMut;
+
+    fn deref(&self) -> &SampleMut {
+        match self {
+            Slot::Sample(sample) => sample,
+            Slot::Work(loan) => loan,
+        }
+    }
+}
+
+/// A slot, or a part of it, that nothing else writes.
+pub struct SlotTarget<'s> {
+    slot: &'s mut Slot,
+    name: Option<&'s str>,
+    lowest: DevicePtr,
+    pub layout: Layout,
+}
+
+impl Target for SlotTarget<'_> {
+    fn lowest(&self) -> u64 {
+        self.lowest
+    }
+
+    fn bytes(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    fn is_private(&self) -> bool {
+        true
+    }
+
+    fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Outcome<()> {
+        Ok(match (&mut *self.slot, self.name) {
+            (Slot::Sample(sample), Some(name)) => sample.write_part(stream, name, bytes),
+            (Slot::Sample(sample), None) => sample.write(stream, bytes),
+            (Slot::Work(loan), _) => loan.write(stream, bytes),
+        }?)
+    }
+
+    fn stay_behind(&mut self, stream: &Stream) {
+        match &mut *self.slot {
+            Slot::Sample(sample) => sample.stay_behind(stream),
+            Slot::Work(loan) => loan.stay_behind(stream),
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyStopIteration;
@@ -11,11 +11,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use warpipe::{Error, Wait};
 
-use crate::closeable::{Closeable, Named};
 use crate::detached::call;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
-use crate::handle::CloseableHandle;
+use crate::exclusive::locked;
+use crate::handle::{Closeable, CloseableHandle, Named};
 use crate::interpreter_exit::{self, Callback};
 use crate::tuples::Info;
 use crate::wait::{Limit, SLICE, on_a_thread};
@@ -92,12 +92,6 @@ pub struct Members {
 }
 
 impl Members {
-    fn callbacks(&self) -> MutexGuard<'_, Vec<Arc<Callback>>> {
-        self.callbacks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn end(&self, py: Python<'_>) -> PyResult<()> {
         if interpreter_exit::is_callback_stuck() {
             // A stuck callback blocks the thread that the close would wait for.
@@ -211,7 +205,7 @@ impl Members {
         let called = cleanup.clone();
         let called = move |member: &warpipe::MemberInfo| called.call_once(Info(member.clone()));
         call(py, || members.on_death_of(name, called))?;
-        let mut callbacks = self.callbacks();
+        let mut callbacks = locked(&self.callbacks);
         callbacks.retain(|known| known.is_live());
         callbacks.push(cleanup);
         Ok(())
@@ -256,7 +250,7 @@ impl Members {
     }
 
     fn __clear__(&self) {
-        let callbacks = std::mem::take(&mut *self.callbacks());
+        let callbacks = std::mem::take(&mut *locked(&self.callbacks));
         callbacks.iter().for_each(|callback| callback.clear());
     }
 

@@ -16,11 +16,10 @@ use warpipe_dlpack::Elements;
 use crate::detached::{DropDetached, call, detached};
 use crate::errors::{Fault, Outcome};
 use crate::memory_owner::{MemoryOwner, download};
-use crate::parts;
 use crate::process::Home;
 use crate::stream::{Consumer, Consumers};
-use crate::testing;
 use crate::wait::waiting;
+use crate::{frame, testing};
 
 /// A tensor in memory, and the owner that keeps the memory. Cheap to clone; all clones are one
 /// hold.
@@ -148,7 +147,7 @@ impl SampleHolder {
 
     /// The bytes of the sample, or of a part of it, complete already.
     fn to_bytes(&self, lowest: DevicePtr, layout: &Layout) -> Outcome<Vec<u8>> {
-        parts::bytes_at(self.sample(), lowest, layout)
+        frame::bytes_at(self.sample(), lowest, layout)
     }
 
     /// A stream that is after the work of all users so far.

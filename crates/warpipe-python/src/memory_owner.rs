@@ -1,7 +1,7 @@
 //! Memory of the library that Python holds, and the streams that use it.
 //! **This module is marked for unsafe**: it copies from and to such memory by address.
 
-use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{LazyLock, Mutex, OnceLock};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -11,6 +11,7 @@ use warpipe::weights::{HeldVersion, SharedWeights};
 use crate::copies::{Copies, Target};
 use crate::detached::{OwnStream, detached};
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::locked;
 use crate::process::Home;
 use crate::stream::{Consumer, Consumers};
 use crate::wait::waiting;
@@ -53,12 +54,12 @@ impl OpenWeights {
 
     /// The version that is there now.
     pub fn now(&self) -> SharedWeights {
-        self.lock().clone()
+        locked(&self.now).clone()
     }
 
     /// Later versions are to come in at these addresses. Call without the interpreter.
     pub fn follow(&self) {
-        self.lock().claim();
+        locked(&self.now).claim();
     }
 
     /// Takes the version `next` at these addresses if there is one that is later than the one that is
@@ -70,7 +71,7 @@ impl OpenWeights {
         stream: &warpipe::Stream,
         timeout: Duration,
     ) -> Result<Option<u64>, warpipe::Error> {
-        let mut now = self.lock();
+        let mut now = locked(&self.now);
         let mut follower = now.clone().follow();
         if !now.is_whole() {
             // An earlier call could not.
@@ -83,10 +84,6 @@ impl OpenWeights {
         let number = follower.take_held(next, stream, timeout)?;
         *now = follower.weights().clone();
         Ok(Some(number))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, SharedWeights> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

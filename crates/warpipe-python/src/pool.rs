@@ -5,15 +5,13 @@ use std::collections::HashMap;
 use pyo3::prelude::*;
 use warpipe::Wait;
 
-use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
-use crate::handle::CloseableHandle;
+use crate::handle::{CloseableHandle, Named};
 use crate::memory_owner::OwnedMemory;
-use crate::shared_memory::access;
-use crate::ticket::Ticket;
+use crate::shared_memory::{Ticket, access};
 use crate::tuples::{Info, pool_usage};
 use crate::view::View;
 use crate::wait::{Limit, WaitLimit, waiting};

@@ -3,24 +3,23 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use warpipe::{Error, OptionalExtension, Wait};
 
-use crate::closeable::Closeable;
 use crate::copies::CopyContext;
 use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome};
-use crate::exclusive::{Closed, Exclusive};
-use crate::frame::Frame;
+use crate::exclusive::{Closed, Exclusive, locked};
+use crate::frame::{Frame, FrameParts};
+use crate::handle::Closeable;
 use crate::interpreter_exit::{self, Endpoint};
 use crate::lease::Lease;
-use crate::parts::FrameParts;
 use crate::process::Home;
 use crate::publisher::word_of;
 use crate::stream::stream_of;
@@ -80,13 +79,9 @@ struct Shared {
 }
 
 impl Shared {
-    fn unused(&self) -> MutexGuard<'_, Option<VecDeque<Py<Frame>>>> {
-        self.unused.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Makes it the next item to be returned. If the endpoint is closed, the item is taken back.
     fn put_back(&self, py: Python<'_>, made: Py<Frame>) {
-        let mut unused = self.unused();
+        let mut unused = locked(&self.unused);
         match &mut *unused {
             Some(unused) => unused.push_front(made),
             None => {
@@ -99,7 +94,7 @@ impl Shared {
 
 impl Endpoint for Shared {
     fn end(&self, py: Python<'_>) {
-        let unused = self.unused().take();
+        let unused = locked(&self.unused).take();
         Lease::return_all(py, unused.into_iter().flatten());
         py.detach(|| self.source.close());
     }
@@ -179,7 +174,9 @@ impl Receiver {
     }
 
     fn look(&self, source: &mut Source, limit: Duration) -> Result<Item, Error> {
-        let unused = self.shared.unused().as_mut().and_then(VecDeque::pop_front);
+        let unused = locked(&self.shared.unused)
+            .as_mut()
+            .and_then(VecDeque::pop_front);
         unused.map_or_else(
             || source.take(&self.context.stream, limit),
             |unused| Ok(Item::Unused(unused)),

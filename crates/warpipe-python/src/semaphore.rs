@@ -7,12 +7,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::{Error, OptionalExtension, Wait};
 
-use crate::closeable::Named;
 use crate::detached::{DropDetached, call};
 use crate::device::Device;
 use crate::domain::{Domain, opened, place};
 use crate::errors::{Fault, Outcome};
-use crate::handle::CloseableHandle;
+use crate::handle::{CloseableHandle, Named};
 use crate::process::Home;
 use crate::stream::Consumer;
 use crate::wait::{Given, Limit, WaitLimit};

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -13,6 +13,7 @@ use pyo3::types::{PyDict, PyInt};
 use crate::detached::{OwnStream, call};
 use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::locked;
 use crate::process::Home;
 use crate::torch;
 use crate::wait::{Given, Limit, waiting};
@@ -252,16 +253,15 @@ impl Consumer {
             relay,
             owner: None,
         };
-        let mut table = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = table.get_or_insert_with(HashMap::new);
+        let mut known = locked(&KNOWN);
         let forgotten = if known.len() >= KNOWN_MAX {
-            std::mem::take(known)
+            std::mem::take(&mut *known)
         } else {
             HashMap::new()
         };
         // Another thread may have been faster: both then have the same stream.
         let ours = known.entry(key).or_insert_with(|| consumer.clone()).clone();
-        drop(table);
+        drop(known);
         // Without the lock, as any drop that may block.
         drop((forgotten, consumer));
         Ok(ours)
@@ -335,15 +335,10 @@ pub fn stream_of(
 
 type Known = HashMap<(u32, usize, bool), Consumer>;
 
-static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+static KNOWN: LazyLock<Mutex<Known>> = LazyLock::new(Mutex::default);
 
 fn known(key: &(u32, usize, bool)) -> Option<Consumer> {
-    KNOWN
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .as_ref()?
-        .get(key)
-        .cloned()
+    locked(&KNOWN).get(key).cloned()
 }
 
 /// A consumer of one piece of memory, and whether its stream may still be asked for its work.
@@ -380,10 +375,6 @@ pub struct Consumers {
 }
 
 impl Consumers {
-    fn lock(&self) -> MutexGuard<'_, Vec<User>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records a consumer. Its stream lasts until the memory is released.
     pub fn note(&self, consumer: &Consumer) {
         self.with(consumer, |user| user.is_named = true);
@@ -395,7 +386,7 @@ impl Consumers {
     }
 
     fn with(&self, consumer: &Consumer, change: impl FnOnce(&mut User)) {
-        let mut list = self.lock();
+        let mut list = locked(&self.list);
         let known = list.iter_mut().find(|user| user.is(consumer));
         // Dropped without the lock: the last reference to a stream of another framework may go.
         let mut before = None;
@@ -430,22 +421,25 @@ impl Consumers {
             return;
         };
         // After this call the stream may end: no thread is querying it then.
-        let _asking = user.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let _asking = locked(&user.asked);
         // A stream that cannot be followed is queried again at the end, and then the memory stays.
         if user.consumer.followed().is_ok()
-            && let Some(user) = self.lock().iter_mut().find(|user| user.is(consumer))
+            && let Some(user) = locked(&self.list).iter_mut().find(|user| user.is(consumer))
         {
             user.arrays = user.arrays.saturating_sub(1);
         }
     }
 
     fn find(&self, consumer: &Consumer) -> Option<User> {
-        self.lock().iter().find(|user| user.is(consumer)).cloned()
+        locked(&self.list)
+            .iter()
+            .find(|user| user.is(consumer))
+            .cloned()
     }
 
     /// A stream for each, after all work that it has enqueued so far.
     pub fn followed(&self) -> Outcome<Vec<warpipe::Stream>> {
-        let users = self.lock().clone();
+        let users = locked(&self.list).clone();
         users
             .iter()
             .map(|user| self.follow(&user.consumer, &user.asked))
@@ -457,7 +451,7 @@ impl Consumers {
         if !consumer.may_end() {
             return consumer.followed().cloned();
         }
-        let _asking = asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let _asking = locked(asked);
         if self.find(consumer).is_some_and(|user| user.is_there()) {
             return consumer.followed().cloned();
         }

@@ -3,7 +3,7 @@
 
 use std::ffi::c_int;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::exceptions::PyBaseException;
 use pyo3::ffi;
@@ -17,6 +17,7 @@ use crate::buffer;
 use crate::device::Device;
 use crate::dlpack;
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::locked;
 use crate::memory::{Memory, MemoryHolder};
 use crate::process::Home;
 use crate::stream::Consumer;
@@ -85,7 +86,7 @@ impl Holding {
 
     fn state(&self) -> Outcome<MutexGuard<'_, State>> {
         self.home.check()?;
-        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(locked(&self.state))
     }
 
     /// The memory, while it is held.

@@ -3,12 +3,11 @@
 use pyo3::prelude::*;
 use warpipe::Wait;
 
-use crate::closeable::Named;
 use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
-use crate::handle::CloseableHandle;
+use crate::handle::{CloseableHandle, Named};
 use crate::stream::Consumer;
 use crate::wait::{Given, HELD_UP, Limit, WaitLimit, waiting};
 

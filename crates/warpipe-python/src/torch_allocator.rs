@@ -8,8 +8,9 @@
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard};
 
+use crate::exclusive::locked;
 use warpipe::backend::DevicePtr;
 use warpipe::{Device, Memory, Stream};
 
@@ -19,7 +20,7 @@ static ALLOCATED: LazyLock<Mutex<BTreeMap<DevicePtr, Memory>>> = LazyLock::new(M
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 fn allocated() -> MutexGuard<'static, BTreeMap<DevicePtr, Memory>> {
-    ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner)
+    locked(&ALLOCATED)
 }
 
 /// Whether the memory at `ptr` was allocated here. It is shared for reading alone.

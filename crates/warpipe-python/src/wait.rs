@@ -1,8 +1,8 @@
 //! Waits that Ctrl-C ends: slices without the interpreter, with a check for signals in between.
 
 use std::cell::RefCell;
+use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyOverflowError;
@@ -12,6 +12,7 @@ use warpipe::{Error, Wait};
 
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::locked;
 use crate::thread_exit::prepare_exit;
 
 /// How long a signal may go unseen.
@@ -212,7 +213,7 @@ pub fn on_a_thread<T: Send + 'static>(
     // Shared with the closure that runs without the interpreter.
     let taken = Mutex::new(taken);
     let come = in_slices(py, None, |slice| {
-        let taken = taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = locked(&taken);
         match taken.recv_timeout(slice) {
             Ok(result) => Ok(Some(result?)),
             Err(RecvTimeoutError::Timeout) => Ok(None),

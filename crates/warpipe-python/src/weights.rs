@@ -10,12 +10,11 @@ use pyo3::types::{PyBytes, PyList};
 use warpipe::weights::{self, TensorInfo};
 use warpipe::{Error, HandshakeFault, OpenOptions, Wait};
 
-use crate::closeable::{Bare, Named};
 use crate::detached::call;
 use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
-use crate::handle::CloseableHandle;
+use crate::handle::{Bare, CloseableHandle, Named};
 use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{MemoryOwner, OpenWeights, OwnedMemory, await_stream};
 use crate::process::Home;
