@@ -161,7 +161,9 @@ impl AllocationClient {
         timeout: Limit,
     ) -> PyResult<Bound<'py, OpenAllocation>> {
         let handle = &self.handle;
-        let opened = handle.wait(py, timeout, |client, wait| client.open_share(number, wait))?;
+        let opened = handle.wait(py, timeout.0, |client, wait| {
+            client.open_share(number, wait)
+        })?;
         View::object(
             py,
             "the allocation",
@@ -208,12 +210,4 @@ impl AllocationWatch {
         };
         call(py, check)
     }
-}
-
-/// Adds the classes to the module.
-pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<AllocationServer>()?;
-    module.add_class::<AllocationClient>()?;
-    module.add_class::<OpenAllocation>()?;
-    module.add_class::<AllocationWatch>()
 }

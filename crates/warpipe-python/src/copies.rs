@@ -19,7 +19,7 @@ use crate::exclusive::locked;
 use crate::interpreter_exit;
 use crate::source::{Source, SourceOwner, Wanted};
 use crate::stream::Consumer;
-use crate::wait::{until, waiting};
+use crate::wait::{awaited, until};
 
 /// The most foreign tensors under copy at once; a further send waits.
 const COPIES_MAX: usize = 256;
@@ -226,12 +226,7 @@ impl Copies {
     ) -> PyResult<()> {
         sweep(py);
         if self.open.load(Ordering::Acquire) >= COPIES_MAX {
-            waiting(
-                py,
-                patience,
-                || Ok(()),
-                |wait| Ok(stream.synchronize(wait)?),
-            )?;
+            awaited(py, patience, |wait| stream.synchronize(wait))?;
         }
         Ok(())
     }

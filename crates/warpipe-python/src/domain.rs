@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::errors::Fault;
 use crate::thread_exit;
 use crate::tuples;
-use crate::wait::{WaitLimit, waiting};
+use crate::wait::{WaitLimit, awaited};
 
 /// The directory in which endpoint names live.
 ///
@@ -70,8 +70,7 @@ pub fn opened<T: Send>(
 ) -> PyResult<(T, Device)> {
     let (domain, device) = place(domain, device)?;
     let options: OpenOptions = domain.on(&device);
-    let opened = waiting(py, wait.0, || Ok(()), |wait| Ok(open(options, wait)?))?;
-    Ok((opened, device))
+    Ok((awaited(py, wait.0, |wait| open(options, wait))?, device))
 }
 
 #[pymethods]

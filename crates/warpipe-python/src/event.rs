@@ -11,7 +11,7 @@ use crate::errors::Outcome;
 use crate::handle::{Closeable, CloseableHandle};
 use crate::legacy::parsed;
 use crate::stream::Consumer;
-use crate::wait::{HELD_UP, Limit, waiting};
+use crate::wait::{HELD_UP, Limit, awaited};
 
 /// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``). It distinguishes never
 /// recorded, and lost with its recorder, from complete.
@@ -165,8 +165,8 @@ impl Event {
             domain: domain.map(|domain| domain.inner),
             device: Some(device),
         };
-        let open = |wait: Wait<'_>| Ok(warpipe::Event::open(&handle, options.clone(), wait)?);
-        Event::new(py, waiting(py, None, || Ok(()), open)?)
+        let open = |wait: Wait<'_>| warpipe::Event::open(&handle, options, wait);
+        Event::new(py, awaited(py, None, open)?)
     }
 
     /// The handle that names the event to other processes.
@@ -195,13 +195,10 @@ impl Event {
     /// after 10 s behind another thread's recording, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (*, stream))]
     fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
-        let (event, consumer) = (
-            self.handle.get()?,
-            Consumer::from_argument(py, &self.device, stream)?,
-        );
-        let goes_on = || self.handle.get().map(drop);
-        let inner = waiting(py, Some(HELD_UP), goes_on, |wait| {
-            Ok(event.record(consumer.followed()?, wait)?)
+        self.handle.get()?;
+        let consumer = Consumer::from_argument(py, &self.device, stream)?;
+        let inner = self.handle.wait(py, Some(HELD_UP), |event, wait| {
+            Outcome::Ok(event.record(consumer.followed()?, wait)?)
         })?;
         Ok(Recording { inner })
     }
@@ -213,10 +210,8 @@ impl Event {
     /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (*, stream))]
     fn wait(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
-        let (event, consumer) = (
-            self.handle.get()?,
-            Consumer::from_argument(py, &self.device, stream)?,
-        );
+        let event = self.handle.get()?;
+        let consumer = Consumer::from_argument(py, &self.device, stream)?;
         let inner = call(py, || event.wait(consumer.linked()))?;
         consumer.lead(py)?;
         Ok(Recording { inner })
@@ -236,7 +231,7 @@ impl Event {
     #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
         self.handle
-            .wait(py, timeout, |event, wait| event.synchronize(wait))
+            .wait(py, timeout.0, |event, wait| event.synchronize(wait))
     }
 
     /// Whether this recording is complete; False if it may still be.

@@ -12,7 +12,7 @@ use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder, SampleHolder};
 use crate::tensor::{Held, Holding};
 use crate::tuples::Info;
-use crate::wait::{Timeout, waiting};
+use crate::wait::{Timeout, awaited};
 
 /// A received tensor in its publisher's memory, lent until it is released, and read in place.
 ///
@@ -152,7 +152,7 @@ impl Frame {
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
                 let receipt = py.detach(|| sole.release())?;
-                waiting(py, timeout, || Ok(()), |wait| Ok(receipt.wait(wait)?))
+                awaited(py, timeout, |wait| receipt.wait(wait))
             }
             // Arrays of it stay valid; the slot is released after the last of them.
             Err(shared) => shared.wait(py, timeout),

@@ -111,7 +111,7 @@ impl Future {
     /// Waits for the outcome. An interrupted wait has taken nothing. An error inside is the outcome
     /// for now.
     fn wait(&self, py: Python<'_>, timeout: Limit) -> PyResult<Outcome<&Given>> {
-        self.endpoint.check()?;
+        self.endpoint.handle.check()?;
         if self.is_cancelled.get().is_none() {
             let start = Instant::now();
             let noun = match self.source {
@@ -156,7 +156,7 @@ impl Future {
 
     /// Whether the outcome is there, or none can come. Call without the interpreter.
     fn is_done(&self) -> Outcome<bool> {
-        self.endpoint.check()?;
+        self.endpoint.handle.check()?;
         match self.source.is_done().map_err(Fault::from) {
             Err(fault) if is_over(&fault) => Ok(true),
             found => found,
@@ -166,14 +166,14 @@ impl Future {
     /// Whether it was cancelled, here or by a shutdown.
     fn is_cancelled(&self) -> bool {
         let known = self.is_cancelled.get().copied();
-        known.unwrap_or_else(|| self.endpoint.has_cancelled(self.source.id()))
+        known.unwrap_or_else(|| locked(&self.endpoint.cancelled).contains(&self.source.id()))
     }
 
     /// Cancels it, if it has no outcome yet; says whether this call did it; `None` if it is not
     /// cancelled. An outer `None` if other threads have the turn for so long. Call without the
     /// interpreter.
     fn call_off(&self, limit: Duration) -> Outcome<Option<Option<bool>>> {
-        self.endpoint.check()?;
+        self.endpoint.handle.check()?;
         let call_off = |_: &mut ()| {
             if self.is_cancelled() {
                 return Ok(Some(false));
@@ -245,7 +245,7 @@ impl Future {
 
     /// False: until it is done it can be cancelled, also while a worker, or a server, has it.
     fn running(&self) -> PyResult<bool> {
-        self.endpoint.check()?;
+        self.endpoint.handle.check()?;
         Ok(false)
     }
 
@@ -329,7 +329,7 @@ impl Pending {
     #[getter]
     fn deadline_ns(slf: &Bound<'_, Self>) -> PyResult<u64> {
         let future = slf.as_super().get();
-        future.endpoint.check()?;
+        future.endpoint.handle.check()?;
         match &future.source {
             Submitted::Request(pending) => Ok(pending.deadline_ns),
             Submitted::Job(_) => unreachable!("a request has a deadline"),

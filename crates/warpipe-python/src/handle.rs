@@ -1,17 +1,18 @@
 //! Handles that Python may close before it drops them, and the base of their classes.
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use pyo3::PyClass;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::{Error, Wait};
+use warpipe::Wait;
 
 use crate::detached::{DropDetached, detached};
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable, Endpoint};
 use crate::process::Home;
-use crate::wait::{Limit, waiting};
+use crate::wait::waiting;
 
 /// A handle of the library, until it is closed. A call in progress keeps it alive.
 #[derive(Debug)]
@@ -60,18 +61,19 @@ impl<T: Send> CloseableHandle<T> {
     }
 
     /// A call of the library that waits at most `limit`, and until it is closed.
-    pub fn wait<A: Send>(
+    pub fn wait<A: Send, E>(
         &self,
         py: Python<'_>,
-        limit: Limit,
-        call: impl FnOnce(&T, Wait<'_>) -> Result<A, Error> + Send,
+        limit: Option<Duration>,
+        call: impl FnOnce(&T, Wait<'_>) -> Result<A, E> + Send,
     ) -> PyResult<A>
     where
         T: Sync,
+        Fault: From<E>,
     {
         let inner = self.get()?;
         let goes_on = || self.get().map(drop);
-        waiting(py, limit.0, goes_on, |wait| Ok(call(&inner, wait)?))
+        waiting(py, limit, goes_on, |wait| Ok(call(&inner, wait)?))
     }
 
     /// The base of the class that holds it.

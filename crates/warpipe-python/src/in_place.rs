@@ -36,24 +36,13 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ZeroCopy {
 
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<ZeroCopy> {
         prepare_exit();
-        if let Ok(wanted) = found.cast::<PyBool>() {
-            return Ok(if wanted.is_true() {
-                ZeroCopy::Try
-            } else {
-                ZeroCopy::No
-            });
-        }
-        match found.cast::<PyString>() {
-            Ok(word) if word.to_str()? == "require" => Ok(ZeroCopy::Require),
-            Ok(_) => {
-                Err(
-                    Fault::argument("zero_copy", found.to_string(), "True, False or \"require\"")
-                        .into(),
-                )
-            }
-            Err(_) => Err(PyTypeError::new_err(
-                "zero_copy is True, False or \"require\"",
-            )),
+        let allowed = "True, False or \"require\"";
+        match (found.cast::<PyBool>(), found.cast::<PyString>()) {
+            (Ok(wanted), _) if wanted.is_true() => Ok(ZeroCopy::Try),
+            (Ok(_), _) => Ok(ZeroCopy::No),
+            (_, Ok(word)) if word.to_str()? == "require" => Ok(ZeroCopy::Require),
+            (_, Ok(word)) => Err(Fault::argument("zero_copy", word.to_str()?, allowed).into()),
+            _ => Err(PyTypeError::new_err(format!("zero_copy is {allowed}"))),
         }
     }
 }
@@ -155,54 +144,50 @@ pub fn set_metadata(loan: &mut SampleMut, metadata: &[u8]) -> Result<(), NotInPl
     noted.map_err(|error| refuse(SlowPath::NoMetadataRoom, error.to_string()))
 }
 
-/// A tensor that is sent where it lies.
-struct Located {
-    layout: Layout,
-    address: DevicePtr,
-    /// The published memory around it, and its place there.
-    memory: Option<(Arc<Published>, u64)>,
-    /// Dropped on any thread of the library.
-    owner: LibraryHeld<Source>,
+/// Where a tensor lies that is sent there.
+enum Place {
+    /// In published memory, from this byte on.
+    Published(Arc<Published>, u64),
+    /// In memory of another allocator, at this address.
+    Plain(DevicePtr),
 }
 
-fn locate(source: Source, pool: &PublishedPool) -> Result<Located, NotInPlace> {
+/// The tensor's layout and place, and what keeps it, which any thread of the library drops.
+fn locate(
+    source: Source,
+    pool: &PublishedPool,
+) -> Result<(Layout, Place, LibraryHeld<Source>), NotInPlace> {
     let gathered = || {
         let said = "it has gaps, or is no array, and is gathered into a copy; make it a contiguous one first";
         refuse(SlowPath::Gathered, said.into())
     };
-    let address = source.address().ok_or_else(gathered)?;
-    if source.layout.bytes() == 0 {
+    let (address, layout) = (source.address().ok_or_else(gathered)?, source.layout);
+    if layout.bytes() == 0 {
         return Err(refuse(SlowPath::NotExportable, "it is empty".into()));
     }
-    let memory = pool.place(address).map_err(not_exportable)?;
-    Ok(Located {
-        layout: source.layout,
-        address,
-        memory,
-        owner: LibraryHeld::new(source),
-    })
+    let published = pool.place(address).map_err(not_exportable)?;
+    let place = match published {
+        Some((memory, offset)) => Place::Published(memory, offset),
+        None => Place::Plain(address),
+    };
+    Ok((layout, place, LibraryHeld::new(source)))
 }
 
-/// Adds the tensor to a loan of several, where it lies, or says why it cannot be.
+/// Adds the tensor of this name to a loan of several, where it lies, or says why it cannot be.
 pub fn add_part(
     loan: &mut SampleMut,
     name: &str,
     source: Source,
     pool: &PublishedPool,
 ) -> Result<(), NotInPlace> {
-    let Located {
-        layout,
-        address,
-        memory,
-        owner,
-    } = locate(source, pool)?;
-    let added = match memory {
-        Some((memory, offset)) => {
+    let (layout, place, owner) = locate(source, pool)?;
+    let added = match place {
+        Place::Published(memory, offset) => {
             let owner = (owner, memory.clone());
             loan.add_part_in(name, &memory, offset, &layout, owner)
         }
         // SAFETY: as in `loan`.
-        None => unsafe { loan.add_part_at(name, address, &layout, owner) },
+        Place::Plain(address) => unsafe { loan.add_part_at(name, address, &layout, owner) },
     };
     added.map_err(|error| not_exportable(error.into()))
 }
@@ -214,21 +199,16 @@ pub fn loan(
     source: Source,
     pool: &PublishedPool,
 ) -> Result<SampleMut, NotInPlace> {
-    let Located {
-        layout,
-        address,
-        memory,
-        owner,
-    } = locate(source, pool)?;
-    let loan = match memory {
+    let (layout, place, owner) = locate(source, pool)?;
+    let loan = match place {
         // A subscriber may open the memory after this publisher is closed.
-        Some((memory, offset)) => {
+        Place::Published(memory, offset) => {
             let owner = (owner, memory.clone());
             publisher.loan_in(&memory, offset, &layout, owner)
         }
         // SAFETY: the tensor keeps its allocation, as PyTorch's caching allocator does while
         // subscribers exist; see `Publisher.send`.
-        None => unsafe { publisher.loan_at(address, &layout, owner) },
+        Place::Plain(address) => unsafe { publisher.loan_at(address, &layout, owner) },
     };
     loan.map_err(|error| not_exportable(error.into()))
 }

@@ -242,7 +242,7 @@ pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) -> PyResult<()> {
 
 /// Whether an endpoint is open in this process.
 #[pyfunction]
-fn _has_open() -> bool {
+pub fn _has_open() -> bool {
     let is_ours = |(home, known): &Listed| home.is_here() && known.strong_count() > 0;
     OPEN.try_lock().is_ok_and(|open| open.iter().any(is_ours))
 }
@@ -271,7 +271,7 @@ fn close_all(py: Python<'_>) {
 /// holds the interpreter when it begins and ends.
 #[pyclass(frozen, module = "warpipe")]
 #[derive(Debug)]
-struct _Running(Mutex<Option<RunningCallback>>);
+pub struct _Running(Mutex<Option<RunningCallback>>);
 
 #[pymethods]
 impl _Running {
@@ -297,7 +297,7 @@ impl _Running {
 
 /// ``atexit`` calls this: closes all open endpoints, and waits for running callbacks.
 #[pyfunction]
-fn _end(py: Python<'_>) -> PyResult<()> {
+pub fn _end(py: Python<'_>) -> PyResult<()> {
     EXITING.store(true, Ordering::SeqCst);
     if let Some(hook) = errors::classes(py)?.bind(py).get_item("_end_quietly")? {
         hook.call0()?;
@@ -308,7 +308,7 @@ fn _end(py: Python<'_>) -> PyResult<()> {
 
 /// Prepares for the end of the interpreter that imports the package. It must be the main
 /// interpreter: streams, reactors and what they hold belong to the process.
-pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub fn prepare(py: Python<'_>) -> PyResult<()> {
     // SAFETY: this thread has the interpreter that it asks about.
     if unsafe { ffi::PyInterpreterState_GetID(ffi::PyInterpreterState_Get()) } != 0 {
         let said = "warpipe works in the main interpreter only; import it there, or use processes";
@@ -316,8 +316,5 @@ pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
     }
     // Follows forks from now on.
     process::own();
-    module.add_class::<_Running>()?;
-    module.add_function(wrap_pyfunction!(_end, module)?)?;
-    module.add_function(wrap_pyfunction!(_has_open, module)?)?;
-    errors::classes(module.py()).map(drop)
+    errors::classes(py).map(drop)
 }

@@ -2,14 +2,16 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
-use warpipe::{Error, Wait};
+use warpipe::{OptionalExtension, Wait};
 
 use crate::detached::DropDetached;
 use crate::errors::Outcome;
+use crate::exclusive::locked;
 use crate::frame::Frame;
 use crate::jobs::JobEndpoint;
 use crate::wait::{SLICE, hand_over, late, none_if_late, waiting};
@@ -25,7 +27,7 @@ pub struct Watch {
 impl Watch {
     /// Of a queue, or a client.
     pub fn of(py: Python<'_>, endpoint: &Arc<JobEndpoint>) -> PyResult<Watch> {
-        let inner = py.detach(|| endpoint.watch())?;
+        let inner = py.detach(|| Outcome::Ok(endpoint.end()?.jobs().watch()?))?;
         Ok(Watch {
             endpoint: endpoint.clone(),
             inner: DropDetached::new(inner),
@@ -36,12 +38,12 @@ impl Watch {
 #[pymethods]
 impl Watch {
     fn fileno(&self) -> PyResult<i32> {
-        self.endpoint.check()?;
+        self.endpoint.handle.check()?;
         Ok(self.inner.as_fd().as_raw_fd())
     }
 
     fn quiet(&self, py: Python<'_>) -> PyResult<()> {
-        self.endpoint.check()?;
+        self.endpoint.handle.check()?;
         py.detach(|| self.inner.quiet());
         Ok(())
     }
@@ -96,7 +98,7 @@ pub struct Results {
 
 /// The result of one look.
 enum Found {
-    Result(warpipe::JobResult),
+    Result(DropDetached<warpipe::JobResult>),
     End,
 }
 
@@ -133,39 +135,36 @@ impl Results {
     }
 
     /// The result as Python has it. One that a signal's handler keeps from the caller is the next again.
-    fn give(&self, py: Python<'_>, result: warpipe::JobResult) -> PyResult<Py<Result>> {
-        let result = hand_over(py, DropDetached::new(result), |unused| {
-            if let Ok(end) = self.endpoint.end()
-                && let Ok(mut list) = end.unused()
-            {
-                list.push(unused.into_inner());
-            }
+    fn give(
+        &self,
+        py: Python<'_>,
+        result: DropDetached<warpipe::JobResult>,
+    ) -> PyResult<Py<Result>> {
+        let result = hand_over(py, result, |unused| {
+            locked(&self.endpoint.unused).push(unused);
         })?;
         Result::new(py, result.into_inner(), &self.endpoint.context.device)
     }
 
     fn look(&self, wait: Wait<'_>) -> Outcome<Found> {
         // Asked first: a job submitted before the shutdown is seen below.
-        let may_end = !self.follow || self.endpoint.is_shut();
+        let may_end = !self.follow || self.endpoint.is_shut.load(Ordering::Acquire);
         let end = self.endpoint.end()?;
-        let unused = end.unused()?.pop();
-        if let Some(unused) = unused {
+        if let Some(unused) = locked(&self.endpoint.unused).pop() {
             return Ok(Found::Result(unused));
         }
-        let queue = end.queue()?;
+        let (queue, stream) = (end.queue()?, &self.endpoint.context.stream);
+        let found = |result| Found::Result(DropDetached::new(result));
         if may_end {
-            match queue.next_result(&self.endpoint.context.stream, Duration::ZERO) {
-                Ok(result) => return Ok(Found::Result(result)),
-                Err(Error::Timeout { .. }) => {}
-                Err(error) => return Err(error.into()),
+            if let Some(result) = queue.next_result(stream, Duration::ZERO).optional()? {
+                return Ok(found(result));
             }
-            if self.endpoint.is_empty()? {
+            let state = queue.state()?;
+            if state.waiting + state.leased + state.finished == 0 {
                 return Ok(Found::End);
             }
         }
-        Ok(Found::Result(
-            queue.next_result(&self.endpoint.context.stream, wait)?,
-        ))
+        Ok(found(queue.next_result(stream, wait)?))
     }
 }
 

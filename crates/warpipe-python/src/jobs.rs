@@ -4,14 +4,12 @@
 use std::collections::HashSet;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::clock::now_ns;
-use warpipe::{
-    Error, Layout, OptionalExtension, QueueWatch, ResultOrder, StateFault, SubmitError, Wait,
-};
+use warpipe::{Error, Layout, OptionalExtension, ResultOrder, StateFault, SubmitError, Wait};
 
 use crate::copies::CopyContext;
 use crate::detached::{DropDetached, OwnStream, call};
@@ -40,11 +38,10 @@ fn order(name: &str) -> Outcome<ResultOrder> {
     match name {
         "submission" => Ok(ResultOrder::Submission),
         "completion" => Ok(ResultOrder::Completion),
-        _ => Err(Fault::argument(
-            "order",
-            format!("{name:?}"),
-            "\"submission\" or \"completion\"",
-        )),
+        _ => {
+            let allowed = "\"submission\" or \"completion\"";
+            Err(Fault::argument("order", format!("{name:?}"), allowed))
+        }
     }
 }
 
@@ -104,10 +101,21 @@ impl Jobs {
                 ..default
             };
             let queue = call(py, || warpipe::Queue::new(name, options))?;
-            ("queue", QueueOrClient::of(queue))
+            ("queue", QueueOrClient::Queue(queue))
         };
-        let endpoint = JobEndpoint::open(py, kind, name, &device, loan_timeout, inner)?;
-        let base = endpoint.base();
+        let handle = CloseableHandle::new(kind, name, inner)?;
+        let base = handle.base();
+        let stream = OwnStream::new(py, &device)?;
+        let endpoint = Arc::new(JobEndpoint {
+            kind,
+            name: name.to_owned(),
+            context: CopyContext::new(device.inner, stream, loan_timeout),
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
+            is_shut: AtomicBool::new(false),
+            cancelled: Mutex::default(),
+            unused: Mutex::default(),
+            handle,
+        });
         Ok(base.add_subclass(Jobs { endpoint, timeout }))
     }
 
@@ -119,7 +127,7 @@ impl Jobs {
     /// Its device.
     #[getter]
     fn device(&self) -> Device {
-        self.endpoint.device()
+        Device::of(&self.endpoint.context.device)
     }
 
     /// Submits a job: a ``JobHandle``; or sends a request: a ``Pending``.
@@ -135,9 +143,13 @@ impl Jobs {
         let nanoseconds = timeout.and_then(|timeout| u64::try_from(timeout.as_nanos()).ok());
         let deadline_ns =
             nanoseconds.map_or(u64::MAX, |nanoseconds| now_ns().saturating_add(nanoseconds));
-        let input = self.endpoint.input(py, tensor, metadata, stream)?;
-        let submitted = self.endpoint.submit(py, input, timeout, deadline_ns)?;
-        future::of(py, &self.endpoint, submitted)
+        let endpoint = &self.endpoint;
+        endpoint.end()?;
+        let borrow = |layout: &Layout, metadata| endpoint.borrow(py, layout, metadata);
+        // A tensor is copied, a loan of this queue is taken.
+        let input = slot_of(py, &endpoint.context, tensor, metadata, stream, borrow)?;
+        let submitted = endpoint.submit(py, input, timeout, deadline_ns)?;
+        future::of(py, endpoint, submitted)
     }
 
     /// Lends memory for the input of a job, or of a request, to be filled in place and given to
@@ -153,8 +165,9 @@ impl Jobs {
         dtype: &Bound<'_, PyAny>,
         metadata: Option<Metadata>,
     ) -> PyResult<Py<Loan>> {
-        self.endpoint
-            .loan(py, &dtype::layout(shape, dtype)?, metadata)
+        let endpoint = &self.endpoint;
+        let slot = endpoint.borrow(py, &dtype::layout(shape, dtype)?, metadata)?;
+        Py::new(py, Loan::new(slot, &endpoint.context))
     }
 
     fn _results(&self, timeout: Limit, follow: bool) -> PyResult<Results> {
@@ -181,11 +194,12 @@ impl Jobs {
             let end = self.endpoint.end()?;
             let shut = end.queue()?.shutdown(Duration::ZERO).optional()?;
             if cancel_waiting {
-                self.endpoint.cancel_waiting()?;
+                let mut cancelled = locked(&self.endpoint.cancelled);
+                cancelled.extend(end.queue()?.cancel_waiting()?);
             }
             Ok(shut)
         })?;
-        self.endpoint.shut();
+        self.endpoint.is_shut.store(true, Ordering::Release);
         if shut.is_some() || !wait {
             Ok(())
         } else {
@@ -195,7 +209,19 @@ impl Jobs {
 
     /// Waits until there are ``count`` workers, or servers: ``what``.
     fn _wait_for(&self, py: Python<'_>, what: &str, count: usize, timeout: Limit) -> PyResult<()> {
-        self.endpoint.wait_for(py, what, count, timeout)
+        let goes_on = || self.endpoint.end().map(drop);
+        waiting(py, timeout.0, goes_on, |wait| {
+            let end = self.endpoint.end()?;
+            match end.jobs().wait_for_workers(count, wait) {
+                Err(Error::Timeout { waited, .. }) => {
+                    let attached = end.jobs().state()?.workers.len();
+                    let (name, plural) = (&self.endpoint.name, if count == 1 { "" } else { "s" });
+                    let what = format!("{count} {what}{plural} of {name:?} ({attached} attached)");
+                    Err(Error::Timeout { what, waited }.into())
+                }
+                come => Ok(come?),
+            }
+        })
     }
 
     /// The present state of its jobs, or requests. A client's workers are the servers.
@@ -216,13 +242,16 @@ impl Jobs {
     /// Closes it: workers are notified, and waits for outcomes end with an error. Received results
     /// stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.endpoint.close(py)
+        self.endpoint.handle.close(py)?;
+        locked(&self.endpoint.unused).clear();
+        self.endpoint.context.settle(py)
     }
 }
 
 impl Drop for Jobs {
     fn drop(&mut self) {
-        self.endpoint.abandon();
+        // No caller is left to get an error.
+        self.endpoint.handle.end();
     }
 }
 
@@ -232,32 +261,17 @@ static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 /// The library's endpoint.
 #[derive(Debug)]
 pub enum QueueOrClient {
-    /// A queue's, and results of interrupted waits: the last one is the next to be returned.
-    Queue(warpipe::Queue, Mutex<Vec<warpipe::JobResult>>),
+    /// A queue's.
+    Queue(warpipe::Queue),
     /// A client's, which contains a queue.
     Client(warpipe::Client),
 }
 
 impl QueueOrClient {
-    /// Of a queue.
-    pub fn of(queue: warpipe::Queue) -> QueueOrClient {
-        QueueOrClient::Queue(queue, Mutex::default())
-    }
-
     /// A queue's own. A client is no queue: Python may call `Queue.drain(client)`.
     pub fn queue(&self) -> Outcome<&warpipe::Queue> {
-        Ok(self.queue_and_unused()?.0)
-    }
-
-    /// The results that a queue returns before others.
-    pub fn unused(&self) -> Outcome<MutexGuard<'_, Vec<warpipe::JobResult>>> {
-        let (_, unused) = self.queue_and_unused()?;
-        Ok(locked(unused))
-    }
-
-    fn queue_and_unused(&self) -> Outcome<(&warpipe::Queue, &Mutex<Vec<warpipe::JobResult>>)> {
         match self {
-            QueueOrClient::Queue(queue, unused) => Ok((queue, unused)),
+            QueueOrClient::Queue(queue) => Ok(queue),
             QueueOrClient::Client(_) => Err(Fault::argument("the object", "a client", "a queue")),
         }
     }
@@ -265,7 +279,7 @@ impl QueueOrClient {
     /// The queue of the jobs, or of the requests.
     pub fn jobs(&self) -> &warpipe::Queue {
         match self {
-            QueueOrClient::Queue(queue, _) => queue,
+            QueueOrClient::Queue(queue) => queue,
             QueueOrClient::Client(client) => client.queue(),
         }
     }
@@ -278,7 +292,7 @@ impl QueueOrClient {
         wait: Wait<'_>,
     ) -> Result<Submitted, SubmitError> {
         Ok(match self {
-            QueueOrClient::Queue(queue, _) => {
+            QueueOrClient::Queue(queue) => {
                 let handle = queue.submit_within(loan, stream, wait)?;
                 Submitted::Job(DropDetached::new(handle))
             }
@@ -315,118 +329,22 @@ pub struct JobEndpoint {
     pub name: String,
     pub context: CopyContext,
     pub number: u64,
-    is_shut: AtomicBool,
+    /// From now on no job is submitted any more, and `results()` may end.
+    pub is_shut: AtomicBool,
     /// What shutdowns have cancelled; locked while one does.
-    cancelled: Mutex<HashSet<u64>>,
-    handle: CloseableHandle<QueueOrClient>,
+    pub cancelled: Mutex<HashSet<u64>>,
+    /// Results of interrupted waits: the last one is the next to be returned.
+    pub unused: Mutex<Vec<DropDetached<warpipe::JobResult>>>,
+    pub handle: CloseableHandle<QueueOrClient>,
 }
 
 impl JobEndpoint {
-    /// Wraps an endpoint.
-    pub fn open(
-        py: Python<'_>,
-        kind: &'static str,
-        name: &str,
-        device: &warpipe::Device,
-        patience: Option<Duration>,
-        end: QueueOrClient,
-    ) -> PyResult<Arc<JobEndpoint>> {
-        let handle = CloseableHandle::new(kind, name, end)?;
-        Ok(Arc::new(JobEndpoint {
-            kind,
-            name: name.to_owned(),
-            context: CopyContext::new(device.clone(), OwnStream::new(py, device)?, patience),
-            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
-            is_shut: AtomicBool::new(false),
-            cancelled: Mutex::default(),
-            handle,
-        }))
-    }
-
     /// The endpoint while it is open. Look it up anew for each slice of a wait: then closing ends
     /// the wait.
     pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
         self.handle
             .open()?
             .ok_or_else(|| Error::State(StateFault::QueueClosed(self.name.clone())).into())
-    }
-
-    /// An error in a forked child.
-    pub fn check(&self) -> Outcome<()> {
-        self.handle.check()
-    }
-
-    /// The base of the class that holds it.
-    pub fn base(&self) -> PyClassInitializer<Closeable> {
-        self.handle.base()
-    }
-
-    /// Marks the endpoint as shut: `results()` may end from now on.
-    pub fn shut(&self) {
-        self.is_shut.store(true, Ordering::Release);
-    }
-
-    /// Whether the endpoint is shut: no job is submitted any more.
-    pub fn is_shut(&self) -> bool {
-        self.is_shut.load(Ordering::Acquire)
-    }
-
-    /// Cancels the jobs that no worker holds.
-    pub fn cancel_waiting(&self) -> Outcome<()> {
-        let end = self.end()?;
-        let mut cancelled = locked(&self.cancelled);
-        cancelled.extend(end.queue()?.cancel_waiting()?);
-        Ok(())
-    }
-
-    /// Whether a shutdown cancelled this job. Call without the interpreter.
-    pub fn has_cancelled(&self, job: u64) -> bool {
-        locked(&self.cancelled).contains(&job)
-    }
-
-    /// Waits until there are `count` workers, or servers: `what` is their name in the error.
-    pub fn wait_for(
-        &self,
-        py: Python<'_>,
-        what: &str,
-        count: usize,
-        timeout: Limit,
-    ) -> PyResult<()> {
-        let goes_on = || self.end().map(drop);
-        waiting(py, timeout.0, goes_on, |wait| {
-            let end = self.end()?;
-            match end.jobs().wait_for_workers(count, wait) {
-                Err(Error::Timeout { waited, .. }) => {
-                    let (name, attached) = (&self.name, end.jobs().state()?.workers.len());
-                    let plural = if count == 1 { "" } else { "s" };
-                    let what = format!("{count} {what}{plural} of {name:?} ({attached} attached)");
-                    Err(Error::Timeout { what, waited }.into())
-                }
-                come => Ok(come?),
-            }
-        })
-    }
-
-    /// Whether the outcomes of all jobs were taken.
-    pub fn is_empty(&self) -> Outcome<bool> {
-        let state = self.end()?.jobs().state()?;
-        Ok(state.waiting + state.leased + state.finished == 0)
-    }
-
-    /// A descriptor for an event loop.
-    pub fn watch(&self) -> Outcome<QueueWatch> {
-        Ok(self.end()?.jobs().watch()?)
-    }
-
-    /// Closes it. Returns at once if it is closed already.
-    pub fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.handle.close(py)?;
-        self.context.settle(py)
-    }
-
-    /// Closes it and ignores the error: no caller is left to get it.
-    pub fn abandon(&self) {
-        self.handle.end();
     }
 
     fn borrow(
@@ -440,31 +358,6 @@ impl JobEndpoint {
             Ok(self.end()?.jobs().loan_within(layout, wait)?)
         })?;
         Ok(Slot::of_work(loan, metadata)?)
-    }
-
-    /// A loan to be filled by the caller.
-    pub fn loan(
-        &self,
-        py: Python<'_>,
-        layout: &Layout,
-        metadata: Option<Metadata>,
-    ) -> PyResult<Py<Loan>> {
-        let slot = self.borrow(py, layout, metadata)?;
-        Py::new(py, Loan::new(slot, &self.context))
-    }
-
-    /// An input, and the stream that completes it: a tensor is copied, a loan of this
-    /// queue is taken.
-    pub fn input(
-        &self,
-        py: Python<'_>,
-        tensor: &Bound<'_, PyAny>,
-        metadata: Option<Metadata>,
-        stream: Given<'_, '_>,
-    ) -> PyResult<(Slot, warpipe::Stream)> {
-        self.end()?;
-        let borrow = |layout: &Layout, metadata| self.borrow(py, layout, metadata);
-        slot_of(py, &self.context, tensor, metadata, stream, borrow)
     }
 
     /// Submits an input; `patience` is how long that may wait, and `deadline_ns` is for a request.
@@ -497,10 +390,5 @@ impl JobEndpoint {
             }
             Err(error)
         })
-    }
-
-    /// Its device, as Python holds it.
-    pub fn device(&self) -> Device {
-        Device::of(&self.context.device)
     }
 }

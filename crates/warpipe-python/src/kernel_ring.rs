@@ -199,7 +199,7 @@ impl KernelRing {
     /// Raises ``TimeoutError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
     fn wait_for_consumers(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
-        self.handle.wait(py, timeout, |ring, wait| {
+        self.handle.wait(py, timeout.0, |ring, wait| {
             ring.inner.wait_for_consumers(wait)
         })
     }

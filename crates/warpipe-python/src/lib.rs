@@ -44,7 +44,7 @@
 //! are native, and a method in Python returns
 //! at once what a native wait gave it: a signal's handler that runs in between would lose that.
 //!
-//! A new part of the library becomes a module here, a line in `register`, and its classes in
+//! A new part of the library becomes a module here, a line in `_warpipe`, and its classes in
 //! `python/warpipe/__init__.py` and `stubs/types.pyi`.
 #![deny(missing_docs)]
 #![allow(
@@ -100,42 +100,55 @@ mod wait;
 mod weights;
 mod weights_publish;
 
-use pyo3::prelude::*;
-
 /// The native half of ``warpipe``. Import ``warpipe`` instead.
-#[pymodule(gil_used = false)]
-fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    let dtypes = warpipe::DType::ALL.iter();
-    let dtypes = dtypes.map(|dtype| (dtype.name(), dtype.bytes()));
-    module.add("_DTYPES", dtypes.collect::<Vec<_>>())?;
-    interpreter_exit::prepare(module)?;
-    register(module)?;
-    command::register(module)?;
-    testing::register(module)
-}
+#[pyo3::pymodule(gil_used = false)]
+mod _warpipe {
+    use pyo3::prelude::*;
 
-/// Adds classes to a module.
-macro_rules! add_classes {
-    ($module:ident: $($class:path),* $(,)?) => {
-        $($module.add_class::<$class>()?;)*
+    #[pymodule_export]
+    use crate::{
+        allocations::{AllocationClient, AllocationServer, AllocationWatch, OpenAllocation},
+        command::_run_command,
+        device::Device,
+        domain::Domain,
+        event::{Event, EventHandle, Recording},
+        frame::{Frame, FrameParts, Part},
+        future::{Future, JobHandle, Pending},
+        handle::{Bare, Closeable, Named},
+        interpreter_exit::{_Running, _end, _has_open},
+        job::{Result, Results, Watch},
+        jobs::Jobs,
+        kernel_ring::KernelRing,
+        lease::{Lease, Output},
+        legacy::{LegacyHandle, LegacyMemory},
+        loan::Loan,
+        members::{Member, Members},
+        pool::{Buffer, LentBuffer, Pool, PoolClient},
+        publisher::{Outgoing, Publisher},
+        receiver::Receiver,
+        semaphore::{Permit, Semaphore},
+        shared_memory::{Memory, Published, SharedMemory, Ticket},
+        stream::Stream,
+        tensor::{Held, Tensor},
+        testing::{
+            _allocate_plain, _pattern, _preload, _send_reversed, _skip_waits, _slow_fill, Adder,
+        },
+        timeline::Timeline,
+        view::View,
+        wait::_check_seconds,
+        weights::{
+            _keep_weights, _open_weights, _verify_weights, _version_after, Follower, Keeper,
+            PublishedWeights, SharedWeights,
+        },
+        weights_publish::_publish_weights,
     };
-}
 
-fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    add_classes!(module:
-        device::Device, domain::Domain, stream::Stream, tensor::Tensor, tensor::Held,
-        handle::Closeable, handle::Named, publisher::Publisher, loan::Loan,
-        publisher::Outgoing, receiver::Receiver, frame::Frame, frame::Part, frame::FrameParts,
-        timeline::Timeline, kernel_ring::KernelRing, event::Event, event::EventHandle,
-        event::Recording, semaphore::Semaphore, semaphore::Permit, members::Member,
-        members::Members, view::View, shared_memory::Memory, shared_memory::Published,
-        shared_memory::SharedMemory, shared_memory::Ticket, legacy::LegacyHandle, legacy::LegacyMemory,
-        pool::Pool, pool::Buffer, pool::PoolClient, pool::LentBuffer, jobs::Jobs, future::Future,
-        future::JobHandle, job::Result, job::Results, job::Watch, lease::Lease,
-        lease::Output, future::Pending, handle::Bare
-    );
-    module.add_function(wrap_pyfunction!(wait::_check_seconds, module)?)?;
-    allocations::register(module)?;
-    weights::register(module)
+    #[pymodule_init]
+    fn fill(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        let dtypes = warpipe::DType::ALL.iter();
+        let dtypes = dtypes.map(|dtype| (dtype.name(), dtype.bytes()));
+        module.add("_DTYPES", dtypes.collect::<Vec<_>>())?;
+        crate::interpreter_exit::prepare(module.py())
+    }
 }

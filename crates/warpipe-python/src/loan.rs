@@ -89,11 +89,6 @@ impl Loan {
         Ok((open.slot, stream))
     }
 
-    /// Whether it has neither been handed on nor discarded.
-    pub fn is_open(&self) -> Outcome<bool> {
-        Ok(!self.owner.is_released()?)
-    }
-
     /// The limit for handing it on.
     pub fn patience(&self) -> Option<Duration> {
         self.context.patience

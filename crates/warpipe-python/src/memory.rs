@@ -18,7 +18,7 @@ use crate::errors::{Fault, Outcome};
 use crate::memory_owner::{MemoryOwner, download};
 use crate::process::Home;
 use crate::stream::{Consumer, Consumers};
-use crate::wait::waiting;
+use crate::wait::awaited;
 use crate::{frame, testing};
 
 /// A tensor in memory, and the owner that keeps the memory. Cheap to clone; all clones are one
@@ -173,7 +173,7 @@ impl SampleHolder {
         if call(py, || sample.is_complete())? {
             return Ok(());
         }
-        waiting(py, timeout, || Ok(()), |wait| Ok(sample.wait(wait)?))
+        awaited(py, timeout, |wait| sample.wait(wait))
     }
 
     /// Releases the sample after all its users. Call without the interpreter.

@@ -14,7 +14,7 @@ use crate::errors::{Fault, Outcome};
 use crate::exclusive::locked;
 use crate::process::Home;
 use crate::stream::{Consumer, Consumers};
-use crate::wait::waiting;
+use crate::wait::awaited;
 
 /// The default limit of the CPU's wait for the streams that use memory.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -318,7 +318,7 @@ pub fn await_stream(
     stream: &warpipe::Stream,
     timeout: Option<Duration>,
 ) -> PyResult<()> {
-    waiting(py, timeout, || Ok(()), |wait| Ok(stream.synchronize(wait)?))
+    awaited(py, timeout, |wait| stream.synchronize(wait))
 }
 
 /// A range of memory that is the target of a write.

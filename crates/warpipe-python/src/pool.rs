@@ -14,7 +14,7 @@ use crate::memory_owner::OwnedMemory;
 use crate::shared_memory::{Ticket, access};
 use crate::tuples::{Info, pool_usage};
 use crate::view::View;
-use crate::wait::{Limit, WaitLimit, waiting};
+use crate::wait::{Limit, WaitLimit, awaited};
 
 /// Memory that is lent in blocks, to this process and to others.
 ///
@@ -103,7 +103,7 @@ impl Pool {
         timeout: Limit,
         uid: Option<u32>,
     ) -> PyResult<Bound<'py, Buffer>> {
-        let block = self.handle.wait(py, timeout, |pool, wait| match uid {
+        let block = self.handle.wait(py, timeout.0, |pool, wait| match uid {
             Some(uid) => pool.allocate_for(uid, nbytes, wait),
             None => pool.allocate(nbytes, wait),
         })?;
@@ -205,7 +205,7 @@ impl PoolClient {
         timeout: Limit,
     ) -> PyResult<Bound<'py, LentBuffer>> {
         let handle = &self.handle;
-        let block = handle.wait(py, timeout, |client, wait| client.allocate(nbytes, wait))?;
+        let block = handle.wait(py, timeout.0, |client, wait| client.allocate(nbytes, wait))?;
         LentBuffer::make(py, block)
     }
 }
@@ -248,8 +248,8 @@ impl LentBuffer {
     ) -> PyResult<Bound<'py, LentBuffer>> {
         let ticket = Ticket::from_argument(ticket)?;
         let device = Device::or_preferred(device);
-        let open = |wait: Wait<'_>| Ok(warpipe::LentBuffer::open(&ticket, &device, wait)?);
-        let block = waiting(py, None, || Ok(()), open)?;
+        let open = |wait: Wait<'_>| warpipe::LentBuffer::open(&ticket, &device, wait);
+        let block = awaited(py, None, open)?;
         LentBuffer::make(py, block)
     }
 }

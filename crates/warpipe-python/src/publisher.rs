@@ -4,7 +4,6 @@ use std::ffi::CString;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
 use pyo3::types::PyMapping;
 use warpipe::{Error, Layout, PeerState, Policy, SampleMut};
@@ -23,7 +22,7 @@ use crate::metadata::Metadata;
 use crate::source::{Source, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
-use crate::wait::{Given, Limit, Seconds, optional, seconds, until, waiting};
+use crate::wait::{Given, HELD_UP, Limit, Seconds, optional, seconds, until, waiting};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -86,14 +85,10 @@ pub fn word_of(state: PeerState) -> &'static str {
 
 /// A policy, and its name.
 fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
+    // `dispatch` waits, and sees signals meanwhile.
+    let timeout = Duration::ZERO;
     Ok(match name {
-        // `dispatch` waits, and sees signals meanwhile.
-        "block" => (
-            "block",
-            Policy::Block {
-                timeout: Duration::ZERO,
-            },
-        ),
+        "block" => ("block", Policy::Block { timeout }),
         "drop_oldest" => ("drop_oldest", Policy::DropOldest),
         "drop_newest" => ("drop_newest", Policy::DropNewest),
         "fail" => ("fail", Policy::Fail),
@@ -119,14 +114,12 @@ impl Publisher {
     /// A slot, waiting for one up to the loan's timeout: for several tensors by their names, or for
     /// the first of `parts`.
     fn take(&self, py: Python<'_>, parts: &[(&str, Layout)], several: bool) -> PyResult<Slot> {
-        let goes_on = || self.inner().map(drop);
-        let sample = waiting(py, self.loan_timeout, goes_on, |wait| {
-            let publisher = self.inner()?;
-            Ok(match parts {
+        let sample = self
+            .handle
+            .wait(py, self.loan_timeout, |publisher, wait| match parts {
                 [(_, layout)] if !several => publisher.loan_within(layout, wait),
                 parts => publisher.loan_parts_within(parts, wait),
-            }?)
-        })?;
+            })?;
         Ok(Slot::Sample(DropDetached::new(sample)))
     }
 
@@ -144,7 +137,7 @@ impl Publisher {
             patience: self.patience,
             ..self.context.clone()
         };
-        Outgoing::new(py, Loan::new(slot, &context))
+        Py::new(py, Loan::new(slot, &context).add_subclass(Outgoing))
     }
 
     /// Copies tensors into a slot, and sends it.
@@ -247,10 +240,8 @@ impl Publisher {
         allow_gids: Vec<u32>,
     ) -> PyResult<PyClassInitializer<Publisher>> {
         let (domain, device) = place(domain, device)?;
-        let (block, loan_timeout) = (
-            optional(timeout, "timeout")?,
-            optional(loan_timeout, "loan_timeout")?,
-        );
+        let block = optional(timeout, "timeout")?;
+        let loan_timeout = optional(loan_timeout, "loan_timeout")?;
         let (policy, chosen) = self::policy(policy)?;
         let blocks = matches!(chosen, Policy::Block { .. });
         let patience = block.map(|block| if blocks { block } else { block.max(HELD_UP) });
@@ -442,10 +433,8 @@ impl Publisher {
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Limit::TEN), text_signature = "($self, count=1, timeout=10.0)")]
     fn wait_for_subscribers(&self, py: Python<'_>, count: usize, timeout: Limit) -> PyResult<()> {
-        let publisher = self.inner()?;
-        let goes_on = || self.inner().map(drop);
-        waiting(py, timeout.0, goes_on, |wait| {
-            Ok(publisher.wait_for_subscribers(count, wait)?)
+        self.handle.wait(py, timeout.0, |publisher, wait| {
+            publisher.wait_for_subscribers(count, wait)
         })
     }
 
@@ -473,10 +462,6 @@ impl Publisher {
         self.context.settle(py)
     }
 }
-
-/// How long another thread's send is waited for where the policy does not wait, as the library's
-/// own send does.
-pub const HELD_UP: Duration = Duration::from_secs(10);
 
 /// Sends the sample after `stream`'s work. It waits `patience` at most (None: no limit), for room
 /// where the policy blocks, and for another thread's send that the driver blocks. Ctrl-C ends the
@@ -517,14 +502,7 @@ pub fn dispatch(
 /// if the block raises. Fill it as any ``Loan``.
 #[pyclass(frozen, extends = Loan, module = "warpipe", name = "SampleMut")]
 #[derive(Debug)]
-pub struct Outgoing {}
-
-impl Outgoing {
-    /// Wraps a loan of a publisher.
-    pub fn new(py: Python<'_>, loan: PyClassInitializer<Loan>) -> PyResult<Py<Outgoing>> {
-        Py::new(py, loan.add_subclass(Outgoing {}))
-    }
-}
+pub struct Outgoing;
 
 #[pymethods]
 impl Outgoing {
@@ -539,23 +517,5 @@ impl Outgoing {
         let (py, loan) = (slf.py(), slf.as_super().get());
         let (slot, stream) = loan.take_out(py, stream)?;
         dispatch(py, slot, &stream, loan.patience())
-    }
-
-    #[pyo3(signature = (kind, _error, _trace), text_signature = "($self, kind, _error, _trace)")]
-    fn __exit__(
-        slf: &Bound<'_, Outgoing>,
-        kind: Given<'_, '_>,
-        _error: Option<&Bound<'_, PyBaseException>>,
-        _trace: Given<'_, '_>,
-    ) -> PyResult<()> {
-        let loan = slf.as_super().get();
-        if !loan.is_open()? {
-            return Ok(());
-        }
-        if kind.is_some() {
-            loan.discard(slf.py(), None)
-        } else {
-            Outgoing::send(slf, None).map(drop)
-        }
     }
 }

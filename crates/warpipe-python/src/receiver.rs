@@ -24,8 +24,8 @@ use crate::process::Home;
 use crate::publisher::word_of;
 use crate::stream::stream_of;
 use crate::wait::{
-    Given, Limit, SLICE, Seconds, Timeout, WaitLimit, hand_over, in_slices, late, none_if_late,
-    optional, seconds, waiting,
+    Given, Limit, SLICE, Seconds, Timeout, WaitLimit, awaited, hand_over, in_slices, late,
+    none_if_late, optional, seconds,
 };
 
 /// The default limit of a subscriber's receive.
@@ -260,8 +260,8 @@ impl Receiver {
                     spin: spin.unwrap_or(default.spin),
                     ..default
                 };
-                let attach = |wait: Wait<'_>| Ok(warpipe::Subscriber::open(name, options, wait)?);
-                let subscriber = waiting(py, wait.0, || Ok(()), attach)?;
+                let attach = |wait: Wait<'_>| warpipe::Subscriber::open(name, options, wait);
+                let subscriber = awaited(py, wait.0, attach)?;
                 ("subscriber", "a sample of", Source::Subscriber(subscriber))
             }
             "worker" => {
@@ -273,8 +273,8 @@ impl Receiver {
                     spin: spin.unwrap_or(default.spin),
                     ..default
                 };
-                let attach = |wait: Wait<'_>| Ok(warpipe::Worker::open(name, options, wait)?);
-                let worker = waiting(py, wait.0, || Ok(()), attach)?;
+                let attach = |wait: Wait<'_>| warpipe::Worker::open(name, options, wait);
+                let worker = awaited(py, wait.0, attach)?;
                 ("worker", "a job of", Source::Worker(worker))
             }
             _ => {

@@ -209,7 +209,7 @@ impl Semaphore {
     fn acquire(&self, py: Python<'_>, timeout: Limit, stream: Given<'_, '_>) -> PyResult<Permit> {
         let consumer = Consumer::optional(py, &self.device, stream)?;
         let take = |semaphore: &_, wait: Wait<'_>| take(semaphore, consumer.as_ref(), wait);
-        let permit = self.handle.wait(py, timeout, take)?;
+        let permit = self.handle.wait(py, timeout.0, take)?;
         self.permit(py, permit, consumer)
     }
 

@@ -7,7 +7,6 @@ use std::path::PathBuf;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyType};
-use warpipe::Wait;
 use warpipe::backend::{Access, DeviceId, DeviceKind};
 
 use crate::detached::call;
@@ -18,7 +17,7 @@ use crate::handle::{CloseableHandle, Named};
 use crate::memory_owner::OwnedMemory;
 use crate::tuples::memory_info;
 use crate::view::View;
-use crate::wait::{WaitLimit, waiting};
+use crate::wait::{WaitLimit, awaited};
 
 /// The access to memory, in the library's type.
 pub fn access(writable: bool) -> Access {
@@ -312,12 +311,7 @@ impl Ticket {
     #[staticmethod]
     #[pyo3(signature = (path, *, wait = WaitLimit::ZERO), text_signature = "(path, *, wait=0.0)")]
     fn read_file(py: Python<'_>, path: PathBuf, wait: WaitLimit) -> PyResult<Ticket> {
-        let inner = waiting(
-            py,
-            wait.0,
-            || Ok(()),
-            |wait| Ok(warpipe::Ticket::read_file(&path, wait)?),
-        )?;
+        let inner = awaited(py, wait.0, |wait| warpipe::Ticket::read_file(&path, wait))?;
         Ok(Ticket { inner })
     }
 
@@ -371,8 +365,7 @@ impl Ticket {
         wait: WaitLimit,
     ) -> PyResult<Bound<'py, SharedMemory>> {
         let device = Device::or_preferred(device);
-        let open = |wait: Wait<'_>| Ok(self.inner.open(&device, wait)?);
-        let memory = waiting(py, wait.0, || Ok(()), open)?;
+        let memory = awaited(py, wait.0, |wait| self.inner.open(&device, wait))?;
         SharedMemory::make(py, memory)
     }
 

@@ -16,7 +16,7 @@ use crate::errors::{Fault, Outcome};
 use crate::exclusive::locked;
 use crate::process::Home;
 use crate::torch;
-use crate::wait::{Given, Limit, waiting};
+use crate::wait::{Given, Limit, awaited};
 
 /// More streams than this are not remembered: the table starts anew.
 const KNOWN_MAX: usize = 256;
@@ -84,12 +84,7 @@ impl Stream {
     #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
         let stream = self.inner()?;
-        waiting(
-            py,
-            timeout.0,
-            || Ok(()),
-            |wait| Ok(stream.synchronize(wait)?),
-        )
+        awaited(py, timeout.0, |wait| stream.synchronize(wait))
     }
 
     /// Makes this stream wait until the work enqueued on ``other`` so far is done

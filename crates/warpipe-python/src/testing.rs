@@ -27,14 +27,14 @@ pub fn waits_are_skipped() -> bool {
 /// Hands out arrays without waiting for their data, or no longer does: the negative control of the
 /// tests of waits.
 #[pyfunction]
-fn _skip_waits(skip: bool) {
+pub fn _skip_waits(skip: bool) {
     SKIPPED.store(skip, Ordering::Relaxed);
 }
 
 /// Enqueues on ``stream`` a kernel that waits ``delay`` seconds and then fills the loan with the
 /// pattern of ``seed``.
 #[pyfunction]
-fn _slow_fill(
+pub fn _slow_fill(
     py: Python<'_>,
     loan: &Bound<'_, Loan>,
     stream: &Bound<'_, Stream>,
@@ -54,7 +54,11 @@ fn _slow_fill(
 
 /// Sends the bytes 0 to ``count`` as a tensor that runs backwards, as a publisher in Rust can.
 #[pyfunction]
-fn _send_reversed(py: Python<'_>, publisher: &Bound<'_, Publisher>, count: u8) -> PyResult<u64> {
+pub fn _send_reversed(
+    py: Python<'_>,
+    publisher: &Bound<'_, Publisher>,
+    count: u8,
+) -> PyResult<u64> {
     let (inner, bytes) = (publisher.get().inner()?, (0..count).collect::<Vec<u8>>());
     let last = u64::from(count.saturating_sub(1));
     let layout =
@@ -70,13 +74,13 @@ fn _send_reversed(py: Python<'_>, publisher: &Bound<'_, Publisher>, count: u8) -
 
 /// Word ``index`` of the pattern of ``seed``.
 #[pyfunction]
-fn _pattern(seed: u64, index: u64) -> u64 {
+pub fn _pattern(seed: u64, index: u64) -> u64 {
     warpipe_kernels::pattern(seed, index)
 }
 
 /// Loads the kernels of these tests, so that no later launch loads them behind a stream that waits.
 #[pyfunction]
-fn _preload(py: Python<'_>, stream: &Bound<'_, Stream>) -> PyResult<()> {
+pub fn _preload(py: Python<'_>, stream: &Bound<'_, Stream>) -> PyResult<()> {
     let device = stream.get().inner()?.device();
     call(py, || warpipe_kernels::preload(device))
 }
@@ -91,7 +95,7 @@ fn _preload(py: Python<'_>, stream: &Bound<'_, Stream>) -> PyResult<()> {
 /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
 #[pyclass(frozen, module = "warpipe", name = "_Adder")]
 #[derive(Debug)]
-struct Adder {
+pub struct Adder {
     consumer: Consumer,
     count: u64,
     addend: f32,
@@ -140,18 +144,7 @@ impl Adder {
 /// Memory of ``nbytes`` bytes as another allocator makes it (``cuMemAlloc``), which no descriptor
 /// names.
 #[pyfunction]
-fn _allocate_plain(py: Python<'_>, nbytes: u64, device: Device) -> PyResult<Py<View>> {
+pub fn _allocate_plain(py: Python<'_>, nbytes: u64, device: Device) -> PyResult<Py<View>> {
     let malloc = OwnedMemory::Malloc(DeviceMalloc::allocate(&device.inner, nbytes)?);
     Py::new(py, View::of("the allocation", malloc)?)
-}
-
-/// Adds the functions to the module.
-pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Adder>()?;
-    module.add_function(wrap_pyfunction!(_skip_waits, module)?)?;
-    module.add_function(wrap_pyfunction!(_slow_fill, module)?)?;
-    module.add_function(wrap_pyfunction!(_allocate_plain, module)?)?;
-    module.add_function(wrap_pyfunction!(_pattern, module)?)?;
-    module.add_function(wrap_pyfunction!(_send_reversed, module)?)?;
-    module.add_function(wrap_pyfunction!(_preload, module)?)
 }

@@ -9,7 +9,7 @@ use crate::domain::{Domain, opened, place};
 use crate::errors::Outcome;
 use crate::handle::{CloseableHandle, Named};
 use crate::stream::Consumer;
-use crate::wait::{Given, HELD_UP, Limit, WaitLimit, waiting};
+use crate::wait::{Given, HELD_UP, Limit, WaitLimit};
 
 /// A named number that only grows: one process's streams signal it, other processes' streams wait
 /// for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
@@ -78,7 +78,7 @@ impl Timeline {
         Timeline::new(py, name, device, made, true)
     }
 
-    /// Opens a timeline, waiting up to ``wait`` seconds (None: no limit) until it exists.
+    /// Opens a timeline up to ``wait`` seconds (None: no limit) until it exists.
     ///
     /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
     /// ``DeviceError``.
@@ -113,15 +113,13 @@ impl Timeline {
     /// ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (value, *, stream = None))]
     fn signal(&self, py: Python<'_>, value: u64, stream: Given<'_, '_>) -> PyResult<()> {
-        let timeline = self.handle.get()?;
+        self.handle.get()?;
         let consumer = Consumer::optional(py, &self.device, stream)?;
-        let goes_on = || self.handle.get().map(drop);
-        waiting(py, Some(HELD_UP), goes_on, |wait| {
-            let signaled = match &consumer {
+        self.handle.wait(py, Some(HELD_UP), |timeline, wait| {
+            Outcome::Ok(match &consumer {
                 Some(consumer) => timeline.signal(consumer.followed()?, value, wait),
                 None => timeline.signal_now(value, wait),
-            };
-            Ok(signaled?)
+            }?)
         })
     }
 
@@ -146,7 +144,7 @@ impl Timeline {
             call(py, || timeline.wait(consumer.linked(), value))?;
             return Ok(consumer.lead(py)?);
         }
-        self.handle.wait(py, timeout, |timeline, wait| {
+        self.handle.wait(py, timeout.0, |timeline, wait| {
             timeline.wait_host(value, wait)
         })
     }

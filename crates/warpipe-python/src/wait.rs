@@ -181,6 +181,15 @@ pub fn waiting<T: Send, Held>(
     }
 }
 
+/// The same of a call that a signal's handler alone ends before its limit.
+pub fn awaited<T: Send>(
+    py: Python<'_>,
+    limit: Option<Duration>,
+    call: impl FnOnce(Wait<'_>) -> Result<T, Error> + Send,
+) -> PyResult<T> {
+    waiting(py, limit, || Ok(()), |wait| Ok(call(wait)?))
+}
+
 /// How long a call waits for another thread of this process that the driver blocks.
 pub const HELD_UP: Duration = Duration::from_secs(10);
 

@@ -21,22 +21,10 @@ use crate::process::Home;
 use crate::stream::{Consumer, likely};
 use crate::view::View;
 use crate::wait::{
-    Given, Limit, WaitLimit, hand_over, in_slices, late, none_if_late, on_a_thread, waiting,
+    Given, Limit, WaitLimit, awaited, hand_over, in_slices, late, none_if_late, on_a_thread,
+    waiting,
 };
-use crate::weights_publish::{_publish_weights, PhaseClock, Phases};
-
-/// Adds the classes.
-pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<SharedWeights>()?;
-    module.add_class::<Follower>()?;
-    module.add_class::<Keeper>()?;
-    module.add_class::<PublishedWeights>()?;
-    module.add_function(wrap_pyfunction!(_publish_weights, module)?)?;
-    module.add_function(wrap_pyfunction!(_open_weights, module)?)?;
-    module.add_function(wrap_pyfunction!(_version_after, module)?)?;
-    module.add_function(wrap_pyfunction!(_keep_weights, module)?)?;
-    module.add_function(wrap_pyfunction!(_verify_weights, module)?)
-}
+use crate::weights_publish::{PhaseClock, Phases};
 
 /// How long a thread of this package waits for a keeper, or for streams, before it looks whether it
 /// is to end.
@@ -536,7 +524,7 @@ impl PublishedWeights {
     /// Raises ``TimeoutError``; once, the error for which there will be none; ``ClosedError``.
     #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
     fn wait_for_hashes(&self, py: Python<'_>, timeout: Limit) -> PyResult<bool> {
-        self.handle.wait(py, timeout, |published, wait| {
+        self.handle.wait(py, timeout.0, |published, wait| {
             published.wait_for_hashes(wait)
         })
     }
@@ -546,7 +534,7 @@ impl PublishedWeights {
 /// if there is none for now.
 #[pyfunction]
 #[pyo3(signature = (name, device, domain, wait, after = 0, watch = None, or_none = false))]
-fn _open_weights<'py>(
+pub fn _open_weights<'py>(
     py: Python<'py>,
     name: &str,
     device: Option<Device>,
@@ -569,7 +557,7 @@ fn _open_weights<'py>(
 
 /// The number of a version after ``after``, waited for ``LOOK`` at most; None if there is none for now.
 #[pyfunction]
-fn _version_after(
+pub fn _version_after(
     py: Python<'_>,
     name: &str,
     device: Option<Device>,
@@ -587,7 +575,7 @@ fn _version_after(
 
 /// Claims a name, and asks the processes that hold a version of it.
 #[pyfunction]
-fn _keep_weights(
+pub fn _keep_weights(
     py: Python<'_>,
     name: &str,
     domain: Option<Domain>,
@@ -609,7 +597,7 @@ fn _keep_weights(
 
 /// Compares the hashes of the version that a new keeper took over.
 #[pyfunction]
-fn _verify_weights(
+pub fn _verify_weights(
     py: Python<'_>,
     name: &str,
     device: Option<Device>,
@@ -617,12 +605,7 @@ fn _verify_weights(
     wait: WaitLimit,
 ) -> PyResult<u64> {
     let place = Place::of(name, device, domain)?;
-    let verify = |wait: Wait<'_>| {
-        Ok(weights::SharedWeights::verify(
-            &place.name,
-            place.options(),
-            wait,
-        )?)
-    };
-    waiting(py, wait.0, || Ok(()), verify)
+    let options = place.options();
+    let verify = |wait: Wait<'_>| weights::SharedWeights::verify(name, options, wait);
+    awaited(py, wait.0, verify)
 }

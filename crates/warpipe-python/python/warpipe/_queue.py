@@ -427,25 +427,30 @@ def _leave_lease(
     return False
 
 
-def _leave_output(
-    self: _warpipe.Output,
+def _leave_loan(
+    self: _warpipe.Output | _warpipe.SampleMut,
     kind: type[BaseException] | None,
     _error: BaseException | None,
     _trace: TracebackType | None,
     /,
 ) -> None:
+    """It is handed on, or goes back if the block raised."""
     if not self.released:
-        if kind is None:
+        if kind is not None:
+            self.discard()
+        elif isinstance(self, _warpipe.Output):
             self._lease.complete(self)
         else:
-            self.discard()
+            self.send()
 
 
 def _complete() -> None:
     """Gives the native classes these methods."""
     lease: Any = _warpipe.Lease
-    output: Any = _warpipe.Output
-    lease.__exit__, output.__exit__ = _leave_lease, _leave_output
+    lease.__exit__ = _leave_lease
+    loan: Any
+    for loan in (_warpipe.Output, _warpipe.SampleMut):
+        loan.__exit__ = _leave_loan
 
 
 _complete()
