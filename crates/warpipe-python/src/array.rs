@@ -142,7 +142,7 @@ fn interface<'py>(py: Python<'py>, memory: &Memory, typestr: &str) -> PyResult<B
     let address = if layout.elements() == 0 {
         0
     } else {
-        memory.address
+        memory.address()
     };
     let dict = PyDict::new(py);
     dict.set_item("version", 3)?;

@@ -103,7 +103,7 @@ pub unsafe fn export(
     // SAFETY: `exported` was just made and lives until `release`; the caller's promise for `view`.
     unsafe {
         (*view).obj = owner.clone().into_ptr();
-        (*view).buf = memory.address as *mut c_void;
+        (*view).buf = memory.address() as *mut c_void;
         (*view).len = layout.elements() as isize * width;
         (*view).itemsize = width;
         (*view).readonly = c_int::from(memory.read_only);

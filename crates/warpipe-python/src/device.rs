@@ -175,13 +175,4 @@ impl Device {
     fn __getnewargs__(&self) -> (String,) {
         (self.uuid(),)
     }
-
-    fn __repr__(&self) -> String {
-        let info = self.inner.info();
-        if is_cuda(&self.inner) {
-            format!("Device('cuda:{}')", info.ordinal)
-        } else {
-            "Device('host')".into()
-        }
-    }
 }

@@ -92,7 +92,7 @@ pub fn export(
     // Dropped in this order: what the array's stream still has to do comes before the memory's end.
     let owner = (stay, memory.clone());
     let device = DLDevice::of(&memory.device);
-    let exported = Exported::new(&memory.layout, device, memory.address, owner)
+    let exported = Exported::new(&memory.layout, device, memory.address(), owner)
         .map_err(Fault::from)?
         .read_only(memory.read_only)
         .copied(copied);

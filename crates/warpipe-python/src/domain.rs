@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use warpipe::{OpenOptions, Wait};
 
@@ -27,6 +26,7 @@ use crate::wait::{WaitLimit, awaited};
 pub struct Domain {
     pub inner: warpipe::Domain,
     /// The `owner` that it was made with.
+    #[pyo3(get, name = "_owner")]
     owner: Option<u32>,
 }
 
@@ -115,21 +115,6 @@ impl Domain {
     fn clean(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let cleaned = call(py, || self.inner.clean())?;
         Ok(cleaned.iter().map(ToString::to_string).collect())
-    }
-
-    fn __getnewargs_ex__<'py>(
-        &self,
-        py: Python<'py>,
-    ) -> PyResult<((PathBuf,), Bound<'py, PyDict>)> {
-        let options = PyDict::new(py);
-        if let Some(owner) = self.owner {
-            options.set_item("owner", owner)?;
-        }
-        Ok(((self.path(),), options))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Domain({:?})", self.inner.path().display().to_string())
     }
 
     fn __fspath__(&self) -> std::ffi::OsString {

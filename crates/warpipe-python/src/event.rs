@@ -1,7 +1,7 @@
 //! Interprocess events and their handles.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyType};
+use pyo3::types::PyBytes;
 use warpipe::{OpenOptions, Wait};
 
 use crate::detached::call;
@@ -44,7 +44,7 @@ impl Recording {
 /// Names an event to other processes. It goes as text (``str(handle)``), as bytes, or pickled.
 ///
 /// ``EventHandle(text_or_bytes)`` raises ``HandleError`` if the argument is no handle.
-#[pyclass(frozen, module = "warpipe", eq)]
+#[pyclass(frozen, module = "warpipe", eq, str = "{inner}")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventHandle {
     inner: warpipe::EventHandle,
@@ -88,25 +88,6 @@ impl EventHandle {
         domain: Option<Domain>,
     ) -> PyResult<Py<Event>> {
         Event::open(slf.py(), slf.as_any(), device, domain)
-    }
-
-    fn __str__(&self) -> String {
-        self.inner.to_string()
-    }
-
-    fn __hash__(&self) -> u64 {
-        use std::hash::{DefaultHasher, Hash, Hasher};
-        let mut hasher = DefaultHasher::new();
-        self.inner.to_bytes().hash(&mut hasher);
-        hasher.finish()
-    }
-
-    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (String,)) {
-        (py.get_type::<EventHandle>(), (self.inner.to_string(),))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("EventHandle('{}')", self.inner)
     }
 }
 

@@ -184,7 +184,6 @@ impl Part {
         let part = part.ok_or_else(|| PyKeyError::new_err(name.clone().unbind()))?;
         let memory = Memory {
             layout: part.layout,
-            address: part.ptr,
             lowest: part.slot_ptr,
             ..whole
         };

@@ -1,6 +1,6 @@
 //! Handles that Python may close before it drops them, and the base of their classes.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use pyo3::PyClass;
@@ -10,28 +10,51 @@ use warpipe::Wait;
 
 use crate::detached::{DropDetached, detached};
 use crate::errors::{Fault, Outcome};
-use crate::interpreter_exit::{self, Closable, Endpoint};
+use crate::exclusive::locked;
+use crate::interpreter_exit::{self, Endpoint};
 use crate::process::Home;
 use crate::wait::waiting;
 
 /// A handle of the library, until it is closed. A call in progress keeps it alive.
 #[derive(Debug)]
-pub struct CloseableHandle<T: Send> {
+pub struct CloseableHandle<T: Send>(Arc<Handle<T>>);
+
+#[derive(Debug)]
+struct Handle<T: Send> {
     home: Home,
     what: &'static str,
     name: String,
-    inner: Arc<Closable<T>>,
+    /// `None` once it is closed.
+    open: Mutex<Option<Arc<DropDetached<T>>>>,
+    used: Weak<DropDetached<T>>,
 }
 
-impl<T: Send> CloseableHandle<T> {
+impl<T: Send + Sync> Endpoint for Handle<T> {
+    fn end(&self, py: Python<'_>) {
+        let inner = locked(&self.open).take();
+        py.detach(|| drop(inner));
+    }
+
+    fn is_closed(&self) -> bool {
+        locked(&self.open).is_none()
+    }
+
+    fn is_over(&self) -> bool {
+        self.used.strong_count() == 0
+    }
+}
+
+impl<T: Send + Sync + 'static> CloseableHandle<T> {
     /// Wraps an open handle. `what` and `name` are for the error after `close`.
     pub fn unlisted(what: &'static str, name: impl Into<String>, inner: T) -> CloseableHandle<T> {
-        CloseableHandle {
+        let open = Arc::new(DropDetached::new(inner));
+        CloseableHandle(Arc::new(Handle {
             home: Home::here(),
             what,
             name: name.into(),
-            inner: Arc::new(Closable::new(inner)),
-        }
+            used: Arc::downgrade(&open),
+            open: Mutex::new(Some(open)),
+        }))
     }
 
     /// The same, closed when the program ends.
@@ -39,25 +62,22 @@ impl<T: Send> CloseableHandle<T> {
         what: &'static str,
         name: impl Into<String>,
         inner: T,
-    ) -> PyResult<CloseableHandle<T>>
-    where
-        T: Sync + 'static,
-    {
+    ) -> PyResult<CloseableHandle<T>> {
         let handle = CloseableHandle::unlisted(what, name, inner);
-        interpreter_exit::close_at_exit(&handle.inner)?;
+        interpreter_exit::close_at_exit(&handle.0)?;
         Ok(handle)
     }
 
     /// The library's handle.
     pub fn get(&self) -> Outcome<Arc<DropDetached<T>>> {
         self.open()?
-            .ok_or_else(|| Fault::closed(self.what, &self.name))
+            .ok_or_else(|| Fault::closed(self.0.what, &self.0.name))
     }
 
     /// The library's handle; `None` once it is closed.
     pub fn open(&self) -> Outcome<Option<Arc<DropDetached<T>>>> {
-        self.home.check()?;
-        Ok(self.inner.get())
+        self.0.home.check()?;
+        Ok(locked(&self.0.open).clone())
     }
 
     /// A call of the library that waits at most `limit`, and until it is closed.
@@ -68,7 +88,6 @@ impl<T: Send> CloseableHandle<T> {
         call: impl FnOnce(&T, Wait<'_>) -> Result<A, E> + Send,
     ) -> PyResult<A>
     where
-        T: Sync,
         Fault: From<E>,
     {
         let inner = self.get()?;
@@ -77,19 +96,13 @@ impl<T: Send> CloseableHandle<T> {
     }
 
     /// The base of the class that holds it.
-    pub fn base(&self) -> PyClassInitializer<Closeable>
-    where
-        T: Sync + 'static,
-    {
-        Closeable::of(&self.inner)
+    pub fn base(&self) -> PyClassInitializer<Closeable> {
+        Closeable::of(&self.0)
     }
 
     /// The base of the class that holds it, with its name.
-    pub fn named(&self) -> PyClassInitializer<Named>
-    where
-        T: Sync + 'static,
-    {
-        Named::of(&self.inner, &self.name)
+    pub fn named(&self) -> PyClassInitializer<Named> {
+        Named::of(&self.0, &self.0.name)
     }
 
     /// An object of Python that holds a new handle.
@@ -99,10 +112,7 @@ impl<T: Send> CloseableHandle<T> {
         name: &str,
         inner: T,
         class: impl FnOnce(CloseableHandle<T>) -> C,
-    ) -> PyResult<Py<C>>
-    where
-        T: Sync + 'static,
-    {
+    ) -> PyResult<Py<C>> {
         let handle = CloseableHandle::new(what, name, inner)?;
         let base = handle.named();
         Py::new(py, base.add_subclass(class(handle)))
@@ -110,7 +120,7 @@ impl<T: Send> CloseableHandle<T> {
 
     /// Its name.
     pub fn name(&self) -> &str {
-        &self.name
+        &self.0.name
     }
 
     /// Whether it has been closed.
@@ -120,31 +130,25 @@ impl<T: Send> CloseableHandle<T> {
 
     /// Takes it out, to be dropped without the interpreter; `None` once it is closed.
     pub fn take(&self) -> Outcome<Option<Arc<DropDetached<T>>>> {
-        self.home.check()?;
-        Ok(self.inner.take())
+        self.0.home.check()?;
+        Ok(locked(&self.0.open).take())
     }
 
     /// An error in a forked child.
     pub fn check(&self) -> Outcome<()> {
-        self.home.check()
+        self.0.home.check()
     }
 
     /// Closes it when its owner is dropped.
-    pub fn end(&self)
-    where
-        T: Sync,
-    {
-        if self.home.is_here() {
-            let inner = self.inner.take();
+    pub fn end(&self) {
+        if self.0.home.is_here() {
+            let inner = locked(&self.0.open).take();
             detached(|| drop(inner));
         }
     }
 
     /// Closes it, without the interpreter: the drop may have to wait a moment.
-    pub fn close(&self, py: Python<'_>) -> PyResult<()>
-    where
-        T: Sync,
-    {
+    pub fn close(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.take()?;
         py.detach(|| drop(inner));
         Ok(())

@@ -14,7 +14,6 @@ use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
-use crate::detached::DropDetached;
 use crate::errors;
 use crate::exclusive::locked;
 use crate::process::{self, Home};
@@ -162,53 +161,6 @@ pub trait Endpoint: Send + Sync {
 
     /// Whether no thread uses it any more.
     fn is_over(&self) -> bool;
-}
-
-/// A value of the library until it is closed. A call in progress keeps it alive.
-#[derive(Debug)]
-pub struct Closable<T: Send>(Mutex<ClosableState<T>>);
-
-#[derive(Debug)]
-struct ClosableState<T: Send> {
-    /// `None` once it is closed.
-    open: Option<Arc<DropDetached<T>>>,
-    used: Weak<DropDetached<T>>,
-}
-
-impl<T: Send> Closable<T> {
-    /// Wraps an open value.
-    pub fn new(inner: T) -> Closable<T> {
-        let open = Arc::new(DropDetached::new(inner));
-        Closable(Mutex::new(ClosableState {
-            used: Arc::downgrade(&open),
-            open: Some(open),
-        }))
-    }
-
-    /// The value, while it is open.
-    pub fn get(&self) -> Option<Arc<DropDetached<T>>> {
-        locked(&self.0).open.clone()
-    }
-
-    /// Closes it. Drop the result without the interpreter, as that may take a moment.
-    pub fn take(&self) -> Option<Arc<DropDetached<T>>> {
-        locked(&self.0).open.take()
-    }
-}
-
-impl<T: Send + Sync> Endpoint for Closable<T> {
-    fn end(&self, py: Python<'_>) {
-        let inner = self.take();
-        py.detach(|| drop(inner));
-    }
-
-    fn is_closed(&self) -> bool {
-        locked(&self.0).open.is_none()
-    }
-
-    fn is_over(&self) -> bool {
-        locked(&self.0).used.strong_count() == 0
-    }
 }
 
 /// An endpoint, and the process that opened it. A forked child inherits its parent's endpoints and

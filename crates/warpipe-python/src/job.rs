@@ -179,17 +179,6 @@ impl Results {
         self.next_within(py, self.timeout)
     }
 
-    fn __aiter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    /// The next result, in the running event loop.
-    fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py()
-            .import("warpipe._queue")?
-            .call_method1("next_result", (slf,))
-    }
-
     /// The result if it has come, None if it has not, and False at the end.
     fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         match py.detach(|| none_if_late(self.look(Duration::ZERO.into()), &mut None))? {

@@ -1,7 +1,5 @@
 //! Kernel rings.
 
-use std::fmt;
-
 use pyo3::prelude::*;
 use warpipe::{RingInfo, Wait};
 
@@ -45,15 +43,10 @@ pub struct KernelRing {
 }
 
 /// The ring, and the streams of other frameworks that its kernels were launched on.
+#[derive(Debug)]
 struct Ring {
     inner: warpipe::KernelRing,
     consumers: Consumers,
-}
-
-impl fmt::Debug for Ring {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.inner.fmt(f)
-    }
 }
 
 impl Drop for Ring {

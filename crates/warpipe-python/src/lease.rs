@@ -52,8 +52,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Wraps a lease.
-    pub fn new(
+    /// A lease as Python has it.
+    pub fn object(
         py: Python<'_>,
         lease: warpipe::Lease,
         context: &CopyContext,

@@ -4,7 +4,7 @@
 use std::str::FromStr;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString, PyType};
+use pyo3::types::{PyBytes, PyString};
 use warpipe::Error;
 
 use crate::detached::{OwnStream, call};
@@ -38,7 +38,7 @@ pub fn parsed<T: FromStr<Err = Error>>(
 /// Use a channel's ``send`` where the memory may be chosen: a handle orders no work, dies with its
 /// exporter, and opens the *whole* allocation for reading and writing.
 /// ``LegacyHandle(text_or_bytes)`` raises ``HandleError`` if the argument is no handle.
-#[pyclass(frozen, module = "warpipe", eq, hash)]
+#[pyclass(frozen, module = "warpipe", eq, hash, str = "{inner}")]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct LegacyHandle {
     inner: warpipe::LegacyHandle,
@@ -144,22 +144,6 @@ impl LegacyHandle {
     /// The handle as bytes, of variable length.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.inner.to_bytes())
-    }
-
-    fn __str__(&self) -> String {
-        self.inner.to_string()
-    }
-
-    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (String,)) {
-        (py.get_type::<LegacyHandle>(), (self.inner.to_string(),))
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "LegacyHandle(nbytes={}, pid={})",
-            self.inner.info().bytes,
-            self.inner.info().pid
-        )
     }
 }
 

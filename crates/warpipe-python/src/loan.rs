@@ -52,7 +52,6 @@ impl Loan {
         let lease = Arc::new(LoanHolder::new(slot.hold()));
         let memory = Memory {
             layout: *slot.layout(),
-            address: slot.ptr(),
             lowest: slot.slot_ptr(),
             device: context.device.clone(),
             read_only: false,

@@ -26,8 +26,6 @@ use crate::{frame, testing};
 #[derive(Debug, Clone)]
 pub struct Memory {
     pub layout: Layout,
-    /// The address of the element with all indices 0.
-    pub address: DevicePtr,
     /// The address of the first byte of `layout.bytes()`.
     pub lowest: DevicePtr,
     pub device: warpipe::Device,
@@ -265,19 +263,18 @@ impl Memory {
     /// Wraps a received sample.
     pub fn of_sample(lent: &Arc<SampleHolder>, device: &warpipe::Device) -> Memory {
         let (layout, lowest) = (*lent.sample().layout(), lent.sample().slot_ptr());
-        let (address, device, hold) = (
-            lowest + layout.offset(),
-            device.clone(),
-            MemoryHolder::Sample(lent.clone()),
-        );
         Memory {
             layout,
-            address,
             lowest,
-            device,
+            device: device.clone(),
             read_only: true,
-            hold,
+            hold: MemoryHolder::Sample(lent.clone()),
         }
+    }
+
+    /// The address of the element with all indices 0.
+    pub fn address(&self) -> DevicePtr {
+        self.lowest + self.layout.offset()
     }
 
     /// Prepares it for an array on a stream of its device. The stream may end once the array is
@@ -325,7 +322,6 @@ impl Memory {
         let lowest = bytes.address();
         Ok(Memory {
             layout,
-            address: lowest,
             lowest,
             hold: MemoryHolder::Copy(bytes),
             ..copied
@@ -352,14 +348,10 @@ impl Memory {
             }
         };
         let bytes = CopiedBytes::new(bytes);
-        let lowest = bytes.address();
-        let address = lowest + self.layout.offset();
-        let device = warpipe::Device::host();
         Ok(Memory {
             layout: self.layout,
-            address,
-            lowest,
-            device,
+            lowest: bytes.address(),
+            device: warpipe::Device::host(),
             read_only: false,
             hold: MemoryHolder::Copy(bytes),
         })

@@ -33,10 +33,6 @@ const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The library's endpoint.
 #[derive(Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one for each endpoint, which is boxed"
-)]
 enum Source {
     Subscriber(warpipe::Subscriber),
     Worker(warpipe::Worker),
@@ -195,7 +191,7 @@ impl Receiver {
                     false => FrameParts::of(py, frame.whole(), parts)?,
                 }
             }
-            Item::Lease(lease) => Lease::new(py, lease, context)?,
+            Item::Lease(lease) => Lease::object(py, lease, context)?,
             Item::Unused(made) => made,
         };
         hand_over(py, made, |made| {

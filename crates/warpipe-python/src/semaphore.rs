@@ -218,16 +218,12 @@ impl Semaphore {
     /// Raises as ``acquire``, without the timeout.
     #[pyo3(signature = (*, stream = None))]
     fn try_acquire(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<Option<Permit>> {
-        let (semaphore, consumer) = (
-            self.handle.get()?,
-            Consumer::optional(py, &self.device, stream)?,
-        );
-        let taken = py.detach(|| take(&semaphore, consumer.as_ref(), Duration::ZERO.into()));
-        taken
-            .optional()
-            .map_err(Fault::from)?
-            .map(|permit| self.permit(py, permit, consumer))
-            .transpose()
+        let semaphore = self.handle.get()?;
+        let consumer = Consumer::optional(py, &self.device, stream)?;
+        let look = || take(&semaphore, consumer.as_ref(), Duration::ZERO.into()).optional();
+        let taken = call(py, look)?;
+        let permit = taken.map(|permit| self.permit(py, permit, consumer));
+        permit.transpose()
     }
 }
 

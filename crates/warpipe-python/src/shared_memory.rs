@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyType};
+use pyo3::types::PyString;
 use warpipe::backend::{Access, DeviceId, DeviceKind};
 
 use crate::detached::call;
@@ -257,7 +257,7 @@ fn borrowed<R>(fd: i32, work: impl FnOnce(BorrowedFd<'_>) -> R) -> R {
 ///
 /// ``Ticket(text)`` raises ``HandleError`` if the text is no ticket. ``Ticket.to(name)`` names the
 /// memory that is or will be published under a name.
-#[pyclass(frozen, module = "warpipe", eq, hash)]
+#[pyclass(frozen, module = "warpipe", eq, hash, str = "{inner}")]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub inner: warpipe::Ticket,
@@ -367,18 +367,6 @@ impl Ticket {
         let device = Device::or_preferred(device);
         let memory = awaited(py, wait.0, |wait| self.inner.open(&device, wait))?;
         SharedMemory::make(py, memory)
-    }
-
-    fn __str__(&self) -> String {
-        self.inner.to_string()
-    }
-
-    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (String,)) {
-        (py.get_type::<Ticket>(), (self.inner.to_string(),))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Ticket('{}')", self.inner)
     }
 }
 

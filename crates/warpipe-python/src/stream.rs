@@ -104,14 +104,6 @@ impl Stream {
         }
         Err(Fault::argument("the stream", "one of the host", "one of a GPU").into())
     }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "Stream({}, {:#x})",
-            self.inner.device().info().id,
-            self.ptr()
-        )
-    }
 }
 
 /// A stream that uses memory of this package.

@@ -247,7 +247,7 @@ impl Tensor {
     /// Raises ``ReleasedError``.
     #[getter]
     fn ptr(&self) -> PyResult<u64> {
-        Ok(self.owner.memory()?.address)
+        Ok(self.owner.memory()?.address())
     }
 
     /// Whether it is released: by a call, handed on or discarded, or by the end of its ``with``

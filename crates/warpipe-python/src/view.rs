@@ -42,7 +42,6 @@ impl View {
             what,
             Memory {
                 layout,
-                address: lowest,
                 lowest,
                 device,
                 read_only,
@@ -132,7 +131,6 @@ impl View {
                 "the view",
                 Memory {
                     layout,
-                    address: lowest,
                     lowest,
                     ..memory
                 },

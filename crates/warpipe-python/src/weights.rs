@@ -131,38 +131,23 @@ impl Place {
         after: u64,
         wait: Option<Duration>,
         goes_on: impl Fn() -> Outcome<()> + Send + Sync,
-    ) -> PyResult<Result<Version, Error>> {
+    ) -> PyResult<Result<Arc<MemoryOwner>, Error>> {
         waiting(py, wait, goes_on, |wait| {
             let opened =
                 weights::SharedWeights::open_after(&self.name, after, self.options(), wait);
-            Ok(opened.map(|opened| Version::of(self.clone(), opened)))
+            Ok(opened.map(|opened| owner_of(self.domain.path(), opened)))
         })
     }
-}
 
-/// A version that is open.
-#[derive(Debug)]
-pub struct Version {
-    place: Place,
-    owner: Arc<MemoryOwner>,
-}
-
-impl Version {
-    /// Of opened weights. Call without the interpreter.
-    fn of(place: Place, opened: weights::SharedWeights) -> Version {
-        let owner = owner_of(place.domain.path(), opened);
-        Version { place, owner }
-    }
-
-    /// As a Python object.
-    fn into_python(self, py: Python<'_>) -> PyResult<Bound<'_, SharedWeights>> {
-        let Version { place, owner } = self;
+    /// The version in this memory, as a Python object.
+    fn object(self, py: Python<'_>, owner: Arc<MemoryOwner>) -> PyResult<Bound<'_, SharedWeights>> {
+        let owner = hand_over(py, owner, drop)?;
         let weights = weights_of(&owner);
         let (opened, nbytes) = (weights.info().version, weights.info().bytes);
-        let name = place.name.clone();
+        let name = self.name.clone();
         let object = |handle| SharedWeights {
             handle,
-            place,
+            place: self,
             opened,
             nbytes,
         };
@@ -278,11 +263,9 @@ impl SharedWeights {
         let owner: Arc<MemoryOwner> = (**open).clone();
         let tensor = weights_of(&owner).tensor(name);
         let tensor = tensor.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
-        let (layout, address) = (tensor.info.layout, tensor.memory.ptr());
         let memory = Memory {
-            layout,
-            address,
-            lowest: address,
+            layout: tensor.info.layout,
+            lowest: tensor.memory.ptr(),
             device: owner.memory().device().clone(),
             read_only: true,
             hold: MemoryHolder::Owned(owner),
@@ -312,11 +295,9 @@ impl SharedWeights {
     fn newer<'py>(&self, py: Python<'py>, timeout: Limit) -> PyResult<Bound<'py, SharedWeights>> {
         let goes_on = || self.handle.get().map(drop);
         goes_on()?;
-        let opened = self
-            .place
-            .open_after(py, self.version(), timeout.0, goes_on)?;
-        let opened = opened.map_err(Fault::from)?;
-        hand_over(py, opened, drop)?.into_python(py)
+        let place = self.place.clone();
+        let opened = place.open_after(py, self.version(), timeout.0, goes_on)?;
+        place.object(py, opened.map_err(Fault::from)?)
     }
 
     /// Later versions come in at the addresses of this one: see ``Follower``.
@@ -548,10 +529,7 @@ pub fn _open_weights<'py>(
     let goes_on = || watch.as_ref().map_or(Ok(()), |watch| watch.get().check());
     match place.open_after(py, after, wait.0, goes_on)? {
         Err(error) if or_none && is_for_now(&error) => Ok(None),
-        opened => {
-            let opened = hand_over(py, opened.map_err(Fault::from)?, drop)?;
-            opened.into_python(py).map(Some)
-        }
+        opened => place.object(py, opened.map_err(Fault::from)?).map(Some),
     }
 }
 

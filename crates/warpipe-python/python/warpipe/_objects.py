@@ -1,4 +1,4 @@
-"""How objects of the native half are told in words, and why they are not pickled."""
+"""How objects of the native half are told in words, how they are pickled, and why others are not."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ _NEXT: dict[type, str] = {
 }
 
 
+_WORDS: dict[type, Any] = {
+    _warpipe.Device: lambda self: f"Device('{'host' if self.kind == 'host' else f'cuda:{self.ordinal}'}')",
+    _warpipe.Domain: lambda self: f'Domain("{self.path}")',
+    _warpipe.EventHandle: lambda self: f"EventHandle('{self}')",
+    _warpipe.LegacyHandle: lambda self: f"LegacyHandle(nbytes={self.nbytes}, pid={self.pid})",
+    _warpipe.Stream: lambda self: f"Stream({self.device.uuid}, {self.ptr:#x})",
+    _warpipe.Ticket: lambda self: f"Ticket('{self}')",
+}
+
+
 def _no_pickle(step: str) -> Any:
     def refused(self: Any) -> Never:
         raise TypeError(f"a {type(self).__name__} belongs to its process and cannot be pickled; {step}")
@@ -62,8 +72,16 @@ def _complete() -> None:
     one: Any
     for one, fields in _FIELDS.items():
         one.__repr__ = _repr(*fields)
+    for one, words in _WORDS.items():
+        one.__repr__ = words
     for one, step in _NEXT.items():
         one.__reduce__ = _no_pickle(step)
+    for one in (_warpipe.EventHandle, _warpipe.LegacyHandle, _warpipe.Ticket):
+        one.__reduce__ = lambda self: (type(self), (str(self),))
+    one = _warpipe.Domain
+    one.__getnewargs_ex__ = lambda self: ((self.path,), {} if self._owner is None else {"owner": self._owner})
+    one = _warpipe.EventHandle
+    one.__hash__ = lambda self: hash(str(self))
 
 
 _complete()

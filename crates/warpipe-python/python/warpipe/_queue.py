@@ -448,6 +448,8 @@ def _complete() -> None:
     """Gives the native classes these methods."""
     lease: Any = _warpipe.Lease
     lease.__exit__ = _leave_lease
+    results: Any = _warpipe.Results
+    results.__aiter__, results.__anext__ = lambda self: self, next_result
     loan: Any
     for loan in (_warpipe.Output, _warpipe.SampleMut):
         loan.__exit__ = _leave_loan
