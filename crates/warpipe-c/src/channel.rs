@@ -172,12 +172,8 @@ fn policy_of(options: &warpipe_publisher_options) -> Result<Policy> {
     let timeout = time(options.block_timeout_ns, Duration::from_secs(5));
     let block = Policy::Block { timeout };
     let policies = [block, Policy::DropOldest, Policy::DropNewest, Policy::Fail];
-    choice(
-        "options->policy",
-        options.policy,
-        "a warpipe_policy",
-        &policies,
-    )
+    let (name, allowed) = ("options->policy", "a warpipe_policy");
+    choice(name, options.policy, allowed, &policies)
 }
 
 /// Makes a publisher of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`), and

@@ -85,7 +85,7 @@ pub struct warpipe_layout {
     pub bytes: u64,
 }
 
-pub(crate) fn dtype_of(dtype: u32) -> Result<DType> {
+fn dtype_of(dtype: u32) -> Result<DType> {
     let known = u16::try_from(dtype)
         .ok()
         .and_then(|number| DType::from_dlpack((number >> 8) as u8, number as u8));
@@ -109,32 +109,45 @@ impl warpipe_layout {
     }
 
     pub(crate) fn check(&self) -> Result<Layout> {
+        self.checked(|layout| Ok(*layout))
+    }
+
+    /// Checks it, and passes it to `work` where it was written: it is slow to move right after that.
+    #[inline(always)]
+    pub(crate) fn checked<R>(&self, work: impl FnOnce(&Layout) -> Result<R>) -> Result<R> {
         let rank = self.rank as usize;
         if rank > WARPIPE_RANK_MAX {
             let allowed = format!("0 to {WARPIPE_RANK_MAX}");
             return Err(Failure::argument("layout->rank", rank, allowed));
         }
         let (shape, strides) = (&self.shape[..rank], &self.strides[..rank]);
-        let dtype = dtype_of(self.dtype)?;
-        // Most are, and that is known sooner.
-        let plain = Layout::contiguous(dtype, shape).ok();
-        match plain.filter(|plain| self.offset == 0 && plain.strides() == strides) {
-            Some(plain) => Ok(plain),
-            None => Ok(Layout::strided(dtype, shape, strides, self.offset)?),
+        match Layout::strided(dtype_of(self.dtype)?, shape, strides, self.offset) {
+            Ok(ref layout) => work(layout),
+            Err(error) => Err(error.into()),
         }
     }
+}
+
+/// A copy of the caller's layout.
+///
+/// # Safety
+/// `layout` is null or the address of one.
+#[inline(always)]
+pub(crate) unsafe fn layout_copy(layout: *const warpipe_layout) -> Result<warpipe_layout> {
+    if layout.is_null() {
+        return Err(Failure::null("layout"));
+    }
+    // SAFETY: not null; every field is a number, so that any bytes are valid.
+    Ok(unsafe { layout.read_unaligned() })
 }
 
 /// A checked copy of the caller's layout.
 ///
 /// # Safety
-/// `layout` is null or the address of one.
+/// As for [`layout_copy`].
 pub(crate) unsafe fn layout_of(layout: *const warpipe_layout) -> Result<Layout> {
-    if layout.is_null() {
-        return Err(Failure::null("layout"));
-    }
-    // SAFETY: not null; every field is a number, so that any bytes are valid.
-    unsafe { layout.read_unaligned() }.check()
+    // SAFETY: the caller's promise.
+    unsafe { layout_copy(layout) }?.check()
 }
 
 /// Fills in the layout of a tensor in row-major order without gaps.

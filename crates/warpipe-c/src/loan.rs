@@ -8,7 +8,7 @@ use warpipe::{Layout, Loan, SampleMut, Stream, Wait};
 use crate::arguments::{put_unless_null, slice, text_or_null, timeout_unless_usual};
 use crate::call::{call, get, make_beside};
 use crate::handle::{self, Handle, Locked};
-use crate::{Failure, OnDevice, Result, layout_of, warpipe_layout, warpipe_status};
+use crate::{Failure, OnDevice, Result, layout_copy, warpipe_layout, warpipe_status};
 
 /// Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
 /// device, then to send, to submit, or to answer with. Its contents are undefined at first. Closed,
@@ -78,7 +78,7 @@ impl LoanKind {
 /// Lends memory of an object's device to C, for a tensor of the caller's layout.
 ///
 /// # Safety
-/// As for [`layout_of`] and [`make_beside`].
+/// As for [`layout_copy`] and [`make_beside`].
 #[inline(always)]
 pub(crate) unsafe fn lend<S: Handle<Object = OnDevice<T>>, T, L, E: Into<Failure>>(
     source: *const S,
@@ -88,9 +88,9 @@ pub(crate) unsafe fn lend<S: Handle<Object = OnDevice<T>>, T, L, E: Into<Failure
     kind: impl FnOnce(L) -> LoanKind,
 ) -> warpipe_status {
     let take = |found: &mut S::Guard| {
+        let take = |layout: &Layout| Ok(kind(take(&found.object, layout).map_err(E::into)?));
         // SAFETY: the caller's promise.
-        let layout = unsafe { layout_of(layout) }?;
-        Ok(kind(take(&found.object, &layout).map_err(E::into)?))
+        unsafe { layout_copy(layout) }?.checked(take)
     };
     // SAFETY: the caller's promise.
     unsafe { make_beside(source, "loan", loan, take) }

@@ -162,12 +162,8 @@ pub(crate) unsafe fn make_memory_on(
 
 /// The access that an argument or option names.
 pub(crate) fn access_of(name: &str, access: u32) -> Result<Access> {
-    choice(
-        name,
-        access,
-        "a warpipe_access",
-        &[Access::Read, Access::ReadWrite],
-    )
+    let accesses = [Access::Read, Access::ReadWrite];
+    choice(name, access, "a warpipe_access", &accesses)
 }
 
 /// Allocates `bytes` bytes that can be given to other processes, zeroed: in all a multiple of the

@@ -30,6 +30,49 @@ fn a_sample_arrives_with_its_bytes_and_metadata() {
 }
 
 #[test]
+fn a_loan_that_is_refused_stays_the_callers_and_one_that_is_sent_is_closed() {
+    let fixture = Fixture::new();
+    let options = options!(warpipe_publisher_options {
+        domain: fixture.domain,
+        device: fixture.device,
+        depth: 1,
+        policy: warpipe_policy::WARPIPE_POLICY_FAIL as u32,
+    });
+    let publisher = get!(warpipe_publisher_create(c"frames".as_ptr(), &options));
+    let options = options!(warpipe_subscriber_options {
+        domain: fixture.domain,
+        device: fixture.device,
+    });
+    let subscriber = get!(warpipe_subscriber_open(c"frames".as_ptr(), &options));
+    let usual = WARPIPE_USUAL_TIMEOUT;
+    let lend =
+        || -> *mut warpipe_loan { get!(warpipe_publisher_loan(publisher, &bytes_layout(4))) };
+    let (first, second) = (lend(), lend());
+    ok!(warpipe_loan_send(first, fixture.stream, usual, none()));
+    fails!(
+        WARPIPE_LIMIT_REACHED,
+        warpipe_loan_send(second, fixture.stream, usual, none())
+    );
+    fixture.write(second, b"data");
+    let sample = get!(warpipe_subscriber_receive(subscriber, fixture.stream, LONG));
+    ok!(warpipe_sample_finish(sample, LONG));
+    // There is room once the stream has released it.
+    fixture.synchronize();
+    ok!(warpipe_loan_send(second, fixture.stream, usual, none()));
+    for sent in [first, second] {
+        fails!(
+            WARPIPE_INVALID_OBJECT,
+            warpipe_loan_send(sent, fixture.stream, usual, none())
+        );
+    }
+    let sample = get!(warpipe_subscriber_receive(subscriber, fixture.stream, LONG));
+    assert_eq!(fixture.read(sample), b"data");
+    ok!(warpipe_sample_finish(sample, LONG));
+    ok!(warpipe_close(subscriber));
+    ok!(warpipe_close(publisher));
+}
+
+#[test]
 fn a_timeout_of_zero_takes_only_a_sample_that_is_there() {
     let fixture = Fixture::new();
     let (publisher, subscriber) = fixture.channel(c"frames");

@@ -56,6 +56,7 @@ struct Slot<T> {
     state: AtomicU64,
     /// The next free entry, as in [`Table::free`].
     next: AtomicU32,
+    index: u32,
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
@@ -72,12 +73,11 @@ pub(crate) enum Refusal {
     InUse,
 }
 
-/// A place of a table.
+/// A place of a table. Whole words, as in what has one: a shorter field is slow to move.
 #[derive(Debug)]
 struct Entry<T: 'static> {
     table: &'static Table<T>,
     slot: &'static Slot<T>,
-    index: u32,
 }
 
 /// An entry that is to be filled, or is free again when this is dropped.
@@ -92,7 +92,8 @@ pub(crate) struct Found<T: 'static>(Entry<T>);
 #[derive(Debug)]
 pub(crate) struct Locked<T: 'static> {
     entry: Entry<T>,
-    is_taken: bool,
+    /// [`LOCKED`], or 0 once the value is taken out.
+    units: u64,
 }
 
 impl<T> Table<T> {
@@ -125,10 +126,8 @@ impl<T> Table<T> {
         let entry = self.entry(key)?;
         let lock = |state| (state & (LOCKED | USERS) == 0).then_some(state | LOCKED);
         entry.slot.change(key, lock)?;
-        Ok(Locked {
-            entry,
-            is_taken: false,
-        })
+        let units = LOCKED;
+        Ok(Locked { entry, units })
     }
 
     /// Ends a key, once: whether this call did. The object is dropped here, or by its last user.
@@ -163,7 +162,7 @@ impl<T> Table<T> {
         // SAFETY: a page has so many entries, and is never freed.
         let slot = unsafe { &*first.add(place as usize) };
         let table = self;
-        Some(Entry { table, slot, index })
+        Some(Entry { table, slot })
     }
 
     fn take_free(&'static self) -> Option<Entry<T>> {
@@ -196,7 +195,8 @@ impl<T> Table<T> {
     /// Not behind a lock: two threads may make one page, and one of them is freed.
     fn add_page(&'static self, page: usize) {
         let entries = (FIRST_PAGE as usize) << page;
-        let made: Box<[Slot<T>]> = (0..entries).map(|_| Slot::new()).collect();
+        let index = |place: usize| (page << PLACE_BITS | place) as u32;
+        let made: Box<[Slot<T>]> = (0..entries).map(|place| Slot::new(index(place))).collect();
         let made = Box::into_raw(made);
         let placed =
             self.pages[page].compare_exchange(ptr::null_mut(), made.cast(), AcqRel, Acquire);
@@ -208,7 +208,7 @@ impl<T> Table<T> {
 
     /// Makes an entry free. It is the caller's alone, and holds nothing.
     #[inline]
-    fn free(&'static self, slot: &'static Slot<T>, index: u32) {
+    fn free(&'static self, slot: &'static Slot<T>) {
         let generation = (slot.state.load(Relaxed) >> 32) as u32;
         let next = u64::from(generation.wrapping_add(1)) << 32;
         slot.state.store(next, Release);
@@ -217,7 +217,7 @@ impl<T> Table<T> {
             slot.next.store(head as u32, Relaxed);
             match self
                 .free
-                .compare_exchange(head, changed(head, index + 1), AcqRel, Relaxed)
+                .compare_exchange(head, changed(head, slot.index + 1), AcqRel, Relaxed)
             {
                 Ok(_) => break,
                 Err(found) => head = found,
@@ -240,10 +240,11 @@ fn changed(head: u64, first: u32) -> u64 {
 }
 
 impl<T> Slot<T> {
-    fn new() -> Slot<T> {
+    fn new(index: u32) -> Slot<T> {
         Slot {
             state: AtomicU64::new(0),
             next: AtomicU32::new(0),
+            index,
             value: UnsafeCell::new(MaybeUninit::uninit()),
         }
     }
@@ -275,7 +276,7 @@ impl<T> Entry<T> {
     unsafe fn empty(&self) {
         // SAFETY: it was filled when it was open, and the caller alone reads it.
         let value = unsafe { (*self.slot.value.get()).assume_init_read() };
-        self.table.free(self.slot, self.index);
+        self.table.free(self.slot);
         // Last: its end may take long, and may use this table.
         drop(value);
     }
@@ -295,19 +296,19 @@ impl<T> Reserved<T> {
     /// Opens the entry with this object: its key.
     #[inline(always)]
     pub(crate) fn fill(self, value: T) -> u64 {
-        let Entry { slot, index, .. } = self.0;
+        let slot = self.0.slot;
         std::mem::forget(self);
         // SAFETY: an entry that was taken is this call's alone until it is open.
         unsafe { (*slot.value.get()).write(value) };
         let state = slot.state.load(Relaxed);
         slot.state.store(state | OPEN, Release);
-        (state >> 32) << INDEX_BITS | u64::from(index)
+        (state >> 32) << INDEX_BITS | u64::from(slot.index)
     }
 }
 
 impl<T> Drop for Reserved<T> {
     fn drop(&mut self) {
-        self.0.table.free(self.0.slot, self.0.index);
+        self.0.table.free(self.0.slot);
     }
 }
 
@@ -333,8 +334,8 @@ impl<T> Locked<T> {
     /// back](Self::put_back).
     #[inline]
     pub(crate) fn take(&mut self) -> T {
-        assert!(!self.is_taken, "taken twice");
-        self.is_taken = true;
+        assert!(self.units != 0, "taken twice");
+        self.units = 0;
         // SAFETY: open when it was locked, so that it was filled, and not taken since; nothing
         // reads it again before `put_back`.
         unsafe { (*self.entry.slot.value.get()).assume_init_read() }
@@ -342,18 +343,18 @@ impl<T> Locked<T> {
 
     /// Drops the value where it is, which closes the object.
     pub(crate) fn close(&mut self) {
-        assert!(!self.is_taken, "taken twice");
-        self.is_taken = true;
+        assert!(self.units != 0, "taken twice");
+        self.units = 0;
         // SAFETY: as for `take`.
         unsafe { (*self.entry.slot.value.get()).assume_init_drop() }
     }
 
     /// Puts back the value that was taken, or another in its place.
     pub(crate) fn put_back(&mut self, value: T) {
-        assert!(self.is_taken, "nothing was taken");
+        assert!(self.units == 0, "nothing was taken");
         // SAFETY: locked, so that nothing else uses the place, which holds nothing.
         unsafe { (*self.entry.slot.value.get()).write(value) };
-        self.is_taken = false;
+        self.units = LOCKED;
     }
 }
 
@@ -362,7 +363,7 @@ impl<T> Deref for Locked<T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        assert!(!self.is_taken, "used after it was taken");
+        assert!(self.units != 0, "used after it was taken");
         // SAFETY: filled, as it was open when it was locked and is not taken; locked, so that
         // `&mut` is given by `deref_mut` alone, which borrows `self`.
         unsafe { (*self.entry.slot.value.get()).assume_init_ref() }
@@ -372,7 +373,7 @@ impl<T> Deref for Locked<T> {
 impl<T> DerefMut for Locked<T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        assert!(!self.is_taken, "used after it was taken");
+        assert!(self.units != 0, "used after it was taken");
         // SAFETY: as for `deref`, and `self` is borrowed exclusively.
         unsafe { (*self.entry.slot.value.get()).assume_init_mut() }
     }
@@ -381,10 +382,10 @@ impl<T> DerefMut for Locked<T> {
 impl<T> Drop for Locked<T> {
     #[inline]
     fn drop(&mut self) {
-        let Entry { table, slot, index } = self.entry;
-        if self.is_taken {
+        let Entry { table, slot } = self.entry;
+        if self.units == 0 {
             // Another thread that closes it now has closed what was taken.
-            table.free(slot, index);
+            table.free(slot);
         } else {
             self.entry.leave(LOCKED);
         }

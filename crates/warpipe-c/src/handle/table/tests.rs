@@ -152,6 +152,24 @@ fn a_value_that_is_put_back_into_a_closed_object_is_dropped() {
 }
 
 #[test]
+fn an_object_that_its_user_closes_is_dropped_once_where_it_is() {
+    let table = table::<Arc<()>>();
+    let object = Arc::new(());
+    for is_closed_meanwhile in [false, true] {
+        let key = table.insert(object.clone()).unwrap();
+        let mut locked = table.lock(key).unwrap();
+        assert_eq!(is_closed_meanwhile && table.close(key), is_closed_meanwhile);
+        locked.close();
+        assert_eq!(Arc::strong_count(&object), 1);
+        drop(locked);
+        assert_eq!(table.get(key).err(), Some(Refusal::Closed));
+        assert!(!table.close(key));
+        assert_eq!(Arc::strong_count(&object), 1);
+    }
+    assert_eq!(table.used.load(Relaxed), 1);
+}
+
+#[test]
 fn a_panic_between_taking_and_putting_back_closes_the_object() {
     let table = table::<u32>();
     let key = table.insert(1).unwrap();
