@@ -77,8 +77,8 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let outcome = match words.as_slice() {
-        ["test"] => Workspace::find().map(|workspace| suite::run(&workspace, false)),
-        ["test", "--long"] => Workspace::find().map(|workspace| suite::run(&workspace, true)),
+        ["test"] => Workspace::find().map(|workspace| suite::run(workspace, false)),
+        ["test", "--long"] => Workspace::find().map(|workspace| suite::run(workspace, true)),
         ["--help" | "-h"] => {
             println!("{USAGE}");
             return ExitCode::SUCCESS;

@@ -1,10 +1,12 @@
 //! Running a program under a time limit while showing and keeping what it prints.
 
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, PipeReader, Write};
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -19,12 +21,39 @@ const LINES_MAX: usize = 20_000;
 /// pipe.
 const DRAIN: Duration = Duration::from_secs(5);
 
-/// The failures of the current step: what its programs have printed, and what checks have found.
-static FAILURES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+thread_local! {
+    /// The failures of this thread's step: what its programs have printed, and what checks have found.
+    static FAILURES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+    /// How far this thread's programs give way to others (nice(1)).
+    static NICENESS: Cell<u8> = const { Cell::new(0) };
+}
 
-/// Takes the failures since the last call.
+/// Has the programs that this thread runs from now on take what other programs leave of the CPUs.
+pub fn give_way() {
+    NICENESS.set(10);
+}
+
+/// Takes this thread's failures since the last call.
 pub fn take_failures() -> Vec<String> {
-    std::mem::take(&mut FAILURES.lock().unwrap_or_else(PoisonError::into_inner))
+    FAILURES.take()
+}
+
+/// Does the work for each item, two at a time. What fails there is among this thread's failures.
+pub fn two_at_a_time<I: Sync, T: Send>(items: &[I], work: impl Fn(&I) -> T + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let lane = || {
+        let following = || items.get(next.fetch_add(1, Ordering::Relaxed));
+        let done: Vec<T> = std::iter::from_fn(|| following().map(&work)).collect();
+        (done, take_failures())
+    };
+    let lanes = thread::scope(|scope| {
+        [scope.spawn(lane), scope.spawn(lane)].map(|it| it.join().expect("no work panics"))
+    });
+    let done = lanes.into_iter().flat_map(|(done, failures)| {
+        note_failures(failures);
+        done
+    });
+    done.collect()
 }
 
 /// Says that a check has failed, now and in the report at the end.
@@ -35,8 +64,7 @@ pub fn check_failed(what: &str) -> Counts {
 }
 
 fn note_failures(lines: impl IntoIterator<Item = String>) {
-    let mut failures = FAILURES.lock().unwrap_or_else(PoisonError::into_inner);
-    failures.extend(lines);
+    FAILURES.with_borrow_mut(|failures| failures.extend(lines));
 }
 
 /// A program to run.
@@ -81,14 +109,15 @@ impl Task {
     pub fn run(self, folder: &Path, limit: Duration) -> Outcome<Finished> {
         let name = self.program.to_string_lossy().into_owned();
         let failed = |error: std::io::Error| {
-            format!("{name} did not start under coreutils' `timeout`: {error}")
+            format!("{name} did not start under coreutils' `nice` and `timeout`: {error}")
         };
         let (reader, writer) = std::io::pipe().map_err(failed)?;
         // `timeout` rather than a kill of our own: it ends the whole process group, test programs
         // included.
-        let mut command = Command::new("timeout");
+        let mut command = Command::new("nice");
         command
-            .arg("--kill-after=10")
+            .arg(format!("--adjustment={}", NICENESS.get()))
+            .args(["timeout", "--kill-after=10"])
             .arg(limit.as_secs().to_string())
             .arg(&self.program)
             .args(&self.arguments);
@@ -181,6 +210,15 @@ mod tests {
         let finished = shell("echo begun; sleep 600", Duration::from_secs(1));
         assert!(!finished.success);
         assert_eq!(finished.lines, ["begun"]);
+    }
+
+    #[test]
+    fn what_fails_beside_other_work_has_failed() {
+        let passed = two_at_a_time(&["true", "false", "true"], |program| {
+            shell(program, Duration::from_secs(60)).success
+        });
+        assert_eq!(passed.iter().filter(|passed| **passed).count(), 2);
+        assert_eq!(take_failures(), ["sh: exit status: 1"]);
     }
 
     #[test]

@@ -264,12 +264,24 @@ pub fn tests(workspace: &Workspace, tested: &Tested) -> Outcome<Counts> {
     )
 }
 
-/// Runs the tests again on the fake driver in `folder`, after [`tests`]: without the files that ask
-/// nothing of a device, and without the benchmark, which needs PyTorch there.
+/// Files of tests whose outcome no device changes, and of the benchmark, which needs PyTorch there.
+const ON_HOST_ALONE: [&str; 9] = [
+    "arguments",
+    "bench",
+    "command",
+    "conventions",
+    "examples",
+    "kinds",
+    "package",
+    "workers",
+    "workers_programs",
+];
+
+/// Runs the tests again on the fake driver in `folder`, after [`tests`], but for
+/// [`ON_HOST_ALONE`].
 pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Counts> {
     let environment = TESTED.environment(workspace)?;
-    let left_out =
-        ["package", "bench", "examples"].map(|name| format!("--ignore=tests/test_{name}.py"));
+    let left_out = ON_HOST_ALONE.map(|name| format!("--ignore=tests/test_{name}.py"));
     let pytest = pytest(&environment)
         .args(["tests"])
         .args(left_out)
@@ -340,7 +352,7 @@ pub fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outco
     Ok(())
 }
 
-/// Several files at a time, as this takes long.
+/// Several tests at a time, as this takes long.
 fn pytest(environment: &Path) -> Task {
     Task::new(environment.join("bin/python"))
         .args([
@@ -354,7 +366,7 @@ fn pytest(environment: &Path) -> Task {
             "-n",
             suite::BESIDE_EACH_OTHER,
             "--dist",
-            "loadfile",
+            "worksteal",
         ])
         .env("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 }

@@ -15,7 +15,7 @@ use crate::lmcache;
 use crate::nixl;
 use crate::packages;
 use crate::pages;
-use crate::process::{Task, take_failures};
+use crate::process::{Task, give_way, take_failures};
 use crate::ptx;
 use crate::python;
 use crate::ray;
@@ -53,9 +53,13 @@ struct Suite<'a> {
 }
 
 /// Runs everything, also after a failure. Says whether all of it passed.
-pub fn run(workspace: &Workspace, long: bool) -> bool {
+pub fn run(workspace: Workspace, long: bool) -> bool {
+    let built = Workspace {
+        has_tests: true,
+        ..workspace
+    };
     let mut suite = Suite {
-        workspace,
+        workspace: &built,
         steps: Vec::new(),
     };
     suite.static_checks();
@@ -64,9 +68,10 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
     suite.step("C interface", c::test);
     suite.step("examples in C++", c::run_examples);
     suite.step("snippets in C and C++", c::check_snippets);
-    suite.verify();
-    suite.check("comparison with others, for a moment", comparison::check);
-    suite.python();
+    suite.beside(Suite::python, |suite| {
+        suite.verify();
+        suite.check("comparison with others, for a moment", comparison::check);
+    });
     suite.report()
 }
 
@@ -154,6 +159,23 @@ impl Integration {
 }
 
 impl Suite<'_> {
+    /// Makes steps that wait for most of their time, and beside them steps that build, with what the
+    /// first leave of the CPUs.
+    fn beside(&mut self, waiting: fn(&mut Self), building: fn(&mut Self)) {
+        let mut beside = Suite {
+            workspace: self.workspace,
+            steps: Vec::new(),
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                give_way();
+                building(&mut beside);
+            });
+            waiting(self);
+        });
+        self.steps.append(&mut beside.steps);
+    }
+
     fn static_checks(&mut self) {
         self.step("formatter and linter of Rust", bring_components);
         self.cargo("fmt", &["fmt", "--all", "--check"], Dialect::ExitCode);

@@ -18,6 +18,8 @@ pub struct Workspace {
     pub root: PathBuf,
     /// Where cargo builds.
     pub target: PathBuf,
+    /// Whether the tests of all crates lie there, and with them the C libraries.
+    pub has_tests: bool,
 }
 
 impl Workspace {
@@ -33,6 +35,7 @@ impl Workspace {
         Ok(Workspace {
             root: folder("workspace_root")?,
             target: folder("target_directory")?,
+            has_tests: false,
         })
     }
 

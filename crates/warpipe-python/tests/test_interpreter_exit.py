@@ -225,7 +225,7 @@ queue, timeline = warpipe.Queue("q", **where), warpipe.Timeline.create("t", **wh
 for _ in range(2):
     forever(subscriber.try_receive)
     forever(lambda: (publisher.memory_in_use, timeline.value, queue.state))
-for _ in range(300):
+for _ in range(60):
     if (child := os.fork()) == 0:
         # One that hangs is ended, and its parent sees it.
         signal.alarm(30)

@@ -24,7 +24,7 @@ from peers import (
 import warpipe
 from warpipe import _warpipe
 
-FRAMES = int(os.environ.get("WARPIPE_TEST_FRAMES", 100_000))
+FRAMES = int(os.environ.get("WARPIPE_TEST_FRAMES", 20_000))
 
 # A kill ends every client of an MPS server: that is MPS, and no test of ours.
 kills = pytest.mark.skipif(bool(os.environ.get("WARPIPE_TEST_MPS")), reason="under MPS a kill ends all its clients")

@@ -13,7 +13,7 @@ const BUILD_LIMIT: Duration = Duration::from_secs(1800);
 const CRATE: &str = "crates/warpipe-c";
 
 /// The libraries that a program needs beside the static library: those of Rust's standard library.
-const PRIVATE_LIBRARIES: &str = "-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc";
+pub(super) const PRIVATE_LIBRARIES: &str = "-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc";
 
 /// A build of the libraries.
 pub struct Build<'a> {
@@ -58,7 +58,11 @@ impl Version {
 
 /// The tree that tests and examples are built against.
 pub fn for_tests(workspace: &Workspace) -> Outcome<PathBuf> {
-    lay_out(workspace, &DEBUG, &workspace.target.join("c-tests/tree"))
+    let place = workspace.target.join("c-tests/tree");
+    match workspace.has_tests {
+        true => fill(workspace, &DEBUG, &place),
+        false => lay_out(workspace, &DEBUG, &place),
+    }
 }
 
 /// Builds the libraries and lays the tree out at `place`, which it replaces. Returns its path.
@@ -67,6 +71,11 @@ pub fn lay_out(workspace: &Workspace, build: &Build, place: &Path) -> Outcome<Pa
     if !task.run(&workspace.root, BUILD_LIMIT)?.success {
         return Err("the C libraries do not compile".into());
     }
+    fill(workspace, build, place)
+}
+
+/// Lays the tree out with libraries that are built.
+fn fill(workspace: &Workspace, build: &Build, place: &Path) -> Outcome<PathBuf> {
     let version = Version::find();
     let _ = fs::remove_dir_all(place);
     let tree = Tree {

@@ -10,7 +10,7 @@ use super::dist;
 use crate::Outcome;
 use crate::counts::Counts;
 use crate::environment::succeeds;
-use crate::process::{Task, check_failed};
+use crate::process::{Task, check_failed, two_at_a_time};
 use crate::suite::place_fake_driver;
 use crate::workspace::Workspace;
 
@@ -72,28 +72,15 @@ pub fn run(workspace: &Workspace) -> Outcome<Counts> {
         tree,
     };
     fs::create_dir_all(&tests.built).map_err(|error| format!("{}: {error}", root.display()))?;
-    let mut counts = Counts::default();
     let has_valgrind = succeeds("valgrind", &["--version"]);
-    for source in tests.programs()? {
-        if is_cpp(&source) && !super::has_cpp() {
-            println!(
-                "declared skip: {}: no c++ (Debian's package g++)",
-                source.display()
-            );
-            counts += Counts::ONE_SKIPPED;
-            continue;
-        }
-        counts += tests.apply(&source, Variant::Shared, Place::Host);
-        counts += tests.apply(&source, Variant::Shared, Place::FakeDriver(&fake));
-        counts += tests.apply(&source, Variant::Static, Place::Host);
-        counts += tests.apply(&source, Variant::Sanitized, Place::Host);
-        if has_valgrind {
-            counts += tests.apply(&source, Variant::Shared, Place::Valgrind);
-        } else {
-            println!("declared skip: no valgrind (Debian's package valgrind)");
-            counts += Counts::ONE_SKIPPED;
-        }
+    if !has_valgrind {
+        println!("declared skip: no valgrind (Debian's package valgrind)");
     }
+    let programs = tests.programs()?;
+    let mut counts = Counts::default();
+    two_at_a_time(&programs, |source| tests.apply(source, &fake, has_valgrind))
+        .into_iter()
+        .for_each(|of_one| counts += of_one);
     Ok(counts)
 }
 
@@ -104,6 +91,10 @@ pub fn make_domain(domain: &Path) -> Outcome<()> {
         .mode(0o700)
         .create(domain)
         .map_err(|error| format!("{}: {error}", domain.display()))
+}
+
+fn sanitized<'a>(options: &[&'a str]) -> Vec<&'a str> {
+    [SANITIZERS, options].concat()
 }
 
 fn is_cpp(source: &Path) -> bool {
@@ -138,50 +129,83 @@ impl Tests {
         Ok(found)
     }
 
-    /// Compiles a program if it is not yet, and runs it: one check.
-    fn apply(&self, source: &Path, variant: Variant, place: Place) -> Counts {
+    /// Compiles a program in each way, and runs it in each place: a check for each.
+    fn apply(&self, source: &Path, fake: &Path, has_valgrind: bool) -> Counts {
         let name = source.file_name().unwrap_or_default().to_string_lossy();
-        println!("--- {name}, {}, {}", variant.name(), place.name());
-        let outcome = self
-            .compile(source, variant)
-            .and_then(|program| self.run_program(&program, place));
-        match outcome {
-            Ok(()) => Counts::ONE_PASSED,
-            Err(message) => {
-                let (variant, place) = (variant.name(), place.name());
-                check_failed(&format!("{name}, {variant}, {place}: {message}"))
+        if is_cpp(source) && !super::has_cpp() {
+            println!("declared skip: {name}: no c++ (Debian's package g++)");
+            return Counts::ONE_SKIPPED;
+        }
+        let object = self.compile(source, "o", &["-c"]);
+        let mut counts = Counts::default();
+        for (variant, places) in [
+            (
+                Variant::Shared,
+                &[Place::Host, Place::FakeDriver(fake), Place::Valgrind][..],
+            ),
+            (Variant::Static, &[Place::Host]),
+            (Variant::Sanitized, &[Place::Host]),
+        ] {
+            let program = match variant {
+                Variant::Sanitized => self.compile(source, "sanitized.o", &sanitized(&["-c"])),
+                Variant::Shared | Variant::Static => object.clone(),
+            };
+            let program = program.and_then(|object| self.link(source, &object, variant));
+            for &place in places {
+                if matches!(place, Place::Valgrind) && !has_valgrind {
+                    counts += Counts::ONE_SKIPPED;
+                    continue;
+                }
+                println!("--- {name}, {}, {}", variant.name(), place.name());
+                let ran = program.clone().and_then(|it| self.run_program(&it, place));
+                counts += match ran {
+                    Ok(()) => Counts::ONE_PASSED,
+                    Err(message) => {
+                        let (variant, place) = (variant.name(), place.name());
+                        check_failed(&format!("{name}, {variant}, {place}: {message}"))
+                    }
+                };
             }
         }
+        counts
     }
 
-    fn compile(&self, source: &Path, variant: Variant) -> Outcome<PathBuf> {
-        let stem = source.file_stem().unwrap_or_default().to_string_lossy();
-        let program = self.built.join(format!("{stem}-{}", variant.name()));
-        let library = self.tree.join("lib");
+    /// Compiles a source with more `options` into an object with this end of its name.
+    fn compile(&self, source: &Path, end: &str, options: &[&str]) -> Outcome<PathBuf> {
+        let stem = source.file_stem().unwrap_or_default();
+        let object = self.built.join(stem).with_extension(end);
         let (compiler, standard) = if is_cpp(source) {
             ("c++", "-std=c++17")
         } else {
             ("cc", "-std=c11")
         };
-        let mut task = Task::new(compiler)
+        let task = Task::new(compiler)
             .args([standard, "-g", "-D_GNU_SOURCE"])
             .args(WARNINGS.iter().copied())
+            .args(options.iter().copied())
             .args([source.as_os_str()])
-            .args(["-o".as_ref(), program.as_os_str()])
+            .args(["-o".as_ref(), object.as_os_str()])
             .args(["-I".as_ref(), self.tree.join("include").as_os_str()]);
+        if task.run(&self.sources, COMPILE_LIMIT)?.success {
+            Ok(object)
+        } else {
+            Err("it does not compile".into())
+        }
+    }
+
+    fn link(&self, source: &Path, object: &Path, variant: Variant) -> Outcome<PathBuf> {
+        let stem = source.file_stem().unwrap_or_default().to_string_lossy();
+        let program = self.built.join(format!("{stem}-{}", variant.name()));
+        let library = self.tree.join("lib");
+        let mut task = Task::new(if is_cpp(source) { "c++" } else { "cc" })
+            .args([object.as_os_str()])
+            .args(["-o".as_ref(), program.as_os_str()]);
         if variant == Variant::Sanitized {
-            task = task.args(SANITIZERS.iter().copied());
+            task = task.args(sanitized(&[]));
         }
         task = if variant == Variant::Static {
-            task.args([library.join("libwarpipe.a")]).args([
-                "-lgcc_s",
-                "-lutil",
-                "-lrt",
-                "-lpthread",
-                "-lm",
-                "-ldl",
-                "-lc",
-            ])
+            task.args([library.join("libwarpipe.a")])
+                .args(dist::PRIVATE_LIBRARIES.split(' '))
         } else {
             task.args(["-L".as_ref(), library.as_os_str()])
                 .args(["-lwarpipe", "-lpthread"])
@@ -190,7 +214,7 @@ impl Tests {
         if task.run(&self.sources, COMPILE_LIMIT)?.success {
             Ok(program)
         } else {
-            Err("it does not compile".into())
+            Err("it does not link".into())
         }
     }
 
