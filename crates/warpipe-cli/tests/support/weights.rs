@@ -96,13 +96,13 @@ pub struct Worker {
 impl Worker {
     pub fn start(stage: &Stage) -> Worker {
         let program = Command::new(std::env::current_exe().unwrap());
-        Worker::of(program, &stage.world.path("domain"))
+        Worker::of(program, "weights::a_worker", &stage.world.path("domain"))
     }
 
-    /// A worker of a test program, which has a test `a_worker` for it, in a domain.
-    pub fn of(mut program: Command, domain: &Path) -> Worker {
+    /// A worker in a domain: a test program's test that is one.
+    pub fn of(mut program: Command, test: &str, domain: &Path) -> Worker {
         program
-            .args(["--ignored", "--exact", "a_worker", "--nocapture"])
+            .args(["--ignored", "--exact", test, "--nocapture"])
             .env(DOMAIN, domain)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());

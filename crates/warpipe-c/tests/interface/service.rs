@@ -1,12 +1,11 @@
 //! Clients, requests and servers through the C interface.
 
-#[macro_use]
-mod common;
-
 use std::ffi::c_void;
 use std::time::Duration;
 
-use common::{Fixture, LONG, SHORT, Shared, becomes_readable, bytes_layout, leased, none, zeroed};
+use crate::common::{
+    Fixture, LONG, SHORT, Shared, becomes_readable, bytes_layout, leased, none, zeroed,
+};
 use warpipe_c::*;
 use warpipe_testkit::eventually;
 
@@ -260,7 +259,7 @@ fn a_servers_descriptor_is_readable_when_a_request_comes() {
             status,
             warpipe_status::WARPIPE_OK | warpipe_status::WARPIPE_TIMEOUT
         );
-        assert!(is_expected, "{}", common::message());
+        assert!(is_expected, "{}", crate::common::message());
     }
     ok!(warpipe_lease_complete(
         lease,

@@ -1,16 +1,11 @@
 //! Memory, its tickets and legacy handles through the C interface.
 
-#[macro_use]
-mod common;
-
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::fs::File;
 use std::os::fd::FromRawFd;
 
-use common::{Fixture, LONG, Malloc, Plain, SHORT, none, text};
+use crate::common::{Fixture, LONG, Malloc, SHORT, none, text};
 use warpipe_c::*;
-
-plain! { warpipe_memory_info, warpipe_publish_options }
 
 /// Calls a function that fills a buffer with a text, first without room for it.
 macro_rules! get_text {
@@ -195,7 +190,7 @@ fn no_other_descriptor_is_imported() {
             0,
             &mut memory,
         ));
-        assert_eq!(status, expected, "{}", common::message());
+        assert_eq!(status, expected, "{}", crate::common::message());
     }
     fails!(
         WARPIPE_INVALID_INPUT,
@@ -257,8 +252,8 @@ fn a_ticket_for_a_name_waits_until_memory_is_published_there() {
     }
     let memory = allocate(&fixture, b"here");
     fixture.synchronize();
-    let domain = common::Shared::new(fixture.domain);
-    let device = common::Shared::new(fixture.device);
+    let domain = crate::common::Shared::new(fixture.domain);
+    let device = crate::common::Shared::new(fixture.device);
     std::thread::scope(|scope| {
         let opening = scope.spawn(|| {
             let opened = get!(warpipe_ticket_open(ticket.as_ptr(), device.get(), LONG));

@@ -1,12 +1,10 @@
 //! Outputs that are closed, full, or read by nobody.
 
-mod support;
-
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
+use crate::support::{PATIENCE, World, device, files, full_pipe};
 use rustix::process::Signal;
-use support::{PATIENCE, World, device, files, full_pipe};
 use warpipe_testkit::{ChildProcess, eventually};
 
 /// Whether a process catches SIGTERM.

@@ -1,7 +1,5 @@
 //! `gc`: what it shows, what it removes, and what it never touches.
 
-mod support;
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
@@ -11,8 +9,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
+use crate::support::World;
 use serde_json::Value;
-use support::World;
 use warpipe::{Device, Domain, Publisher, Timeline};
 
 /// Set for the process that a test starts to own names.
@@ -29,7 +27,7 @@ fn owner(world: &World) -> Owner {
 /// The same, started by a command that ends with this program.
 fn owner_by(world: &World, mut command: Command) -> Owner {
     command
-        .args(["--ignored", "--exact", "an_owner_of_names"])
+        .args(["--ignored", "--exact", "gc::an_owner_of_names"])
         .env(DOMAIN, world.path("domain"))
         .stdin(Stdio::null())
         .stdout(Stdio::null())

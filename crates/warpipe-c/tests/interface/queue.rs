@@ -1,13 +1,10 @@
 //! Queues, jobs, workers and leases through the C interface.
 
-#[macro_use]
-mod common;
-
 use std::ffi::c_void;
 use std::time::Duration;
 
-use common::jobs::{Jobs, info, own_pid};
-use common::{LONG, SHORT, Shared, becomes_readable, bytes_layout, metadata, none, zeroed};
+use crate::common::jobs::{Jobs, info, own_pid};
+use crate::common::{LONG, SHORT, Shared, becomes_readable, bytes_layout, metadata, none, zeroed};
 use warpipe_c::*;
 use warpipe_testkit::eventually;
 
@@ -311,7 +308,7 @@ fn a_workers_descriptor_is_readable_when_a_job_comes() {
             status,
             warpipe_status::WARPIPE_OK | warpipe_status::WARPIPE_TIMEOUT
         );
-        assert!(is_expected, "{}", common::message());
+        assert!(is_expected, "{}", crate::common::message());
     }
     jobs.complete(lease);
     ok!(warpipe_close(input));
@@ -336,7 +333,7 @@ fn a_watchs_descriptor_is_readable_when_a_result_comes_and_when_the_queue_ends()
             status,
             warpipe_status::WARPIPE_OK | warpipe_status::WARPIPE_TIMEOUT
         );
-        assert!(is_expected, "{}", common::message());
+        assert!(is_expected, "{}", crate::common::message());
     }
     ok!(warpipe_sample_finish(sample, LONG));
     ok!(warpipe_close(job));

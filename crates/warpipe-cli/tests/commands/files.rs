@@ -1,10 +1,8 @@
 //! `warpipe pub` and `warpipe sub`: files through real processes, bit for bit.
 
-mod support;
-
 use std::path::{Path, PathBuf};
 
-use support::{Ended, World, bytes, device, files, npy};
+use crate::support::{Ended, World, bytes, device, files, npy};
 
 /// Publishes `sources` to one subscriber that saves them in the world's `saved`.
 fn pass(

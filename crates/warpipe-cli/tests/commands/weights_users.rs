@@ -1,16 +1,14 @@
 //! Weights that plain users serve to plain users.
 
-mod support;
-
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::support::weights::{DOMAIN, Stage, Worker, be_a_worker_in, expected, safetensors};
+use crate::support::{Running, World};
 use rustix::process::Signal;
-use support::weights::{DOMAIN, Stage, Worker, be_a_worker_in, expected, safetensors};
-use support::{Running, World};
 use warpipe::weights::SharedWeights;
 use warpipe::{Device, Domain};
 
@@ -35,14 +33,21 @@ fn a_reader() {
 
 #[test]
 #[ignore = "the part of an engine, for another test to start"]
-fn a_worker() {
+fn an_engine() {
     let path = std::env::var_os(DOMAIN).expect("started by another test");
     be_a_worker_in(&Domain::of_user(path, OWNER).unwrap());
 }
 
+const ENGINE: &str = "weights_users::an_engine";
+
 fn read_as(program: &Path, domain: &Path, user: u32, group: u32) -> String {
     let mut command = Command::new(program);
-    command.args(["--ignored", "--exact", "a_reader", "--nocapture"]);
+    command.args([
+        "--ignored",
+        "--exact",
+        "weights_users::a_reader",
+        "--nocapture",
+    ]);
     command.env(DOMAIN, domain).uid(user).gid(group);
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -132,8 +137,8 @@ fn containers_of_other_users_open_weights_and_keep_them_when_the_keepers_contain
     let mut keeper = serve();
     let ready = keeper.wait_for("ready", 1).remove(0);
     assert_eq!(ready["from"], "files", "{ready}");
-    let mut engines =
-        [ADMITTED, ADMITTED, OWNER].map(|user| Worker::of(container(user, &program), &domain));
+    let mut engines = [ADMITTED, ADMITTED, OWNER]
+        .map(|user| Worker::of(container(user, &program), ENGINE, &domain));
     for engine in &mut engines {
         assert_eq!(engine.reply(), expected(1));
     }
@@ -147,6 +152,6 @@ fn containers_of_other_users_open_weights_and_keep_them_when_the_keepers_contain
     let mut next = serve();
     let ready = next.wait_for("ready", 1).remove(0);
     assert_eq!(ready["from"], "processes", "{ready}");
-    let mut later = Worker::of(container(ADMITTED, &program), &domain);
+    let mut later = Worker::of(container(ADMITTED, &program), ENGINE, &domain);
     assert_eq!(later.reply(), expected(1));
 }

@@ -1,8 +1,5 @@
 //! More threads at once than a table of objects with a part for each would have room for.
 
-#[macro_use]
-mod common;
-
 use std::sync::{Arc, Barrier};
 use std::thread;
 

@@ -1,16 +1,9 @@
 //! Timelines, events and semaphores through the C interface.
 
-#[macro_use]
-mod common;
-
 use std::ffi::{CStr, CString};
 
-use common::{Fixture, LONG, Plain, SHORT, Shared, none, text};
+use crate::common::{Fixture, LONG, SHORT, Shared, none, text};
 use warpipe_c::*;
-
-plain! {
-    warpipe_member_options, warpipe_open_options, warpipe_semaphore_info,
-}
 
 fn opening(fixture: &Fixture) -> warpipe_open_options {
     options!(warpipe_open_options {

@@ -1,14 +1,12 @@
 //! `run --mps`, with a program in PATH that plays the MPS daemon.
 
-mod support;
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::support::{PATIENCE, World};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
-use support::{PATIENCE, World};
 use warpipe_testkit::{ChildProcess, eventually};
 
 /// The daemon: in the foreground it listens on a FIFO named `control` until it is told to quit. Its

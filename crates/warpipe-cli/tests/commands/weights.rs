@@ -1,17 +1,17 @@
 //! `weights`: keepers and workers that are really killed, and what the commands say of them.
 
-mod support;
-
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
+use crate::support::weights::{
+    Stage, Worker, children_of, expected, leak, open_device, safetensors,
+};
+use crate::support::{PATIENCE, device, full_pipe};
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use support::weights::{Stage, Worker, children_of, expected, leak, open_device, safetensors};
-use support::{PATIENCE, device, full_pipe};
 use warpipe::weights::{Hashing, SharedWeights, Weights};
 use warpipe::{DType, Device, Layout};
 use warpipe_testkit::{ChildProcess, eventually, wait_readable};
@@ -19,7 +19,7 @@ use warpipe_testkit::{ChildProcess, eventually, wait_readable};
 #[test]
 #[ignore = "the part of the worker, for the other tests to start"]
 fn a_worker() {
-    support::weights::be_a_worker();
+    crate::support::weights::be_a_worker();
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn a_keeper_keeps_the_weights_whatever_becomes_of_what_it_says_and_one_signal_en
         Stdio::from(writer)
     };
     let full_disk = || Stdio::from(File::options().write(true).open("/dev/full").unwrap());
-    let closed_terminal = || Stdio::from(File::from(support::pty::hung_up()));
+    let closed_terminal = || Stdio::from(File::from(crate::support::pty::hung_up()));
     let (_reader, full) = full_pipe();
     let full_pipe = || Stdio::from(full.try_clone().unwrap());
     let outputs: [(&str, &dyn Fn() -> Stdio); 4] = [

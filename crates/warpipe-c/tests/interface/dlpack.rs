@@ -1,12 +1,9 @@
 //! DLPack through the C interface: tensors of another framework sent, and memory given to one.
 
-#[macro_use]
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{Fixture, LONG, bytes_layout, none};
+use crate::common::{Fixture, LONG, bytes_layout, none};
 use warpipe::{DType, Device, Layout};
 use warpipe_c::*;
 use warpipe_dlpack::{
@@ -98,7 +95,7 @@ fn a_strided_tensor_is_sent_in_row_major_order_and_stays_the_callers() {
     assert_eq!(elements(given), [0, 3, 1, 4, 2, 5]);
     // SAFETY: a live tensor.
     assert_eq!(unsafe { (*given).flags } & FLAG_READ_ONLY, FLAG_READ_ONLY);
-    let given = common::Shared::new(given);
+    let given = crate::common::Shared::new(given);
     std::thread::spawn(move || delete(given.get()))
         .join()
         .unwrap();

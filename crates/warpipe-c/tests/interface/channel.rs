@@ -1,9 +1,6 @@
 //! Channels through the C interface, and what a pointer may not be.
 
-#[macro_use]
-mod common;
-
-use common::{Fixture, LONG, bytes_layout, metadata, none};
+use crate::common::{Fixture, LONG, bytes_layout, metadata, none};
 use warpipe_c::*;
 
 #[test]

@@ -3,7 +3,6 @@
 //!
 //! Every address that a test passes is null, or that of a value of its own: the macros' calls need
 //! no other promise.
-#![allow(dead_code, unused_macros, reason = "each test program uses a part")]
 
 use std::ffi::{CStr, CString, c_void};
 use std::mem::MaybeUninit;
@@ -118,6 +117,10 @@ plain! {
     warpipe_publisher_options, warpipe_subscriber_options,
     warpipe_queue_options, warpipe_queue_state, warpipe_worker_options,
     warpipe_client_options, warpipe_server_options, warpipe_create_options,
+    warpipe_change, warpipe_endpoint, warpipe_member_info, warpipe_member_options,
+    warpipe_members_options, warpipe_memory_info, warpipe_open_options, warpipe_part,
+    warpipe_pool_options, warpipe_pool_quota, warpipe_pool_stats, warpipe_pool_usage,
+    warpipe_publish_options, warpipe_semaphore_info,
 }
 
 // SAFETY: null.

@@ -1,16 +1,14 @@
 //! `top`, `ls -v` and `metrics`, over processes that publish, stop and die.
 
-mod support;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::support::pty::OnTerminal;
+use crate::support::{Ended, Running, World};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde_json::Value;
-use support::pty::OnTerminal;
-use support::{Ended, Running, World};
 use warpipe::{Device, Domain, Pool, Publisher, Subscriber};
 use warpipe_testkit::{ChildProcess, eventually};
 
@@ -26,7 +24,7 @@ fn once(world: &World) -> Value {
 /// The endpoint of that name, once it is as wanted.
 fn endpoint_when(world: &World, name: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let mut last = Value::Null;
-    let found = eventually(support::PATIENCE, || {
+    let found = eventually(crate::support::PATIENCE, || {
         let look = once(world);
         let endpoints = look["endpoints"].as_array().unwrap();
         last = endpoints
@@ -43,7 +41,7 @@ fn endpoint_when(world: &World, name: &str, is_so: impl Fn(&Value) -> bool) -> V
 /// A process that publishes a file again and again, and one that receives it.
 fn pair(world: &World, name: &str) -> (ChildProcess, ChildProcess) {
     let file = world.write("a.bin", &[7; 10_000]);
-    let (file, device) = (file.to_str().unwrap(), support::device());
+    let (file, device) = (file.to_str().unwrap(), crate::support::device());
     let start = |arguments: &[&str]| {
         let mut command = world.warpipe(arguments);
         // Nobody reads what they say.
@@ -313,7 +311,8 @@ fn stops_and_continuations_work_where_the_session_is_outside_the_pid_namespace()
 }
 
 /// The name of the test above.
-const STOPS: &str = "a_stop_gives_the_terminal_back_and_a_continuation_draws_the_whole_screen";
+const STOPS: &str =
+    "observe::a_stop_gives_the_terminal_back_and_a_continuation_draws_the_whole_screen";
 
 #[test]
 fn a_thousand_endpoints_of_a_process_are_listed_and_scrolled() {
@@ -360,7 +359,7 @@ fn try_ask(address: &str, request: &[u8]) -> std::io::Result<String> {
     client.write_all(request)?;
     let mut answer = String::new();
     // Each silent client may hold up a server that answers one at a time for 2 s.
-    client.set_read_timeout(Some(support::PATIENCE))?;
+    client.set_read_timeout(Some(crate::support::PATIENCE))?;
     client.read_to_string(&mut answer)?;
     Ok(answer)
 }
@@ -408,7 +407,7 @@ fn a_metrics_server_without_free_descriptors_answers_when_it_has_some() {
     let silent = (0..100).map(|_| TcpStream::connect(address).unwrap());
     let silent: Vec<TcpStream> = silent.collect();
     drop(silent);
-    let answered = eventually(support::PATIENCE, || {
+    let answered = eventually(crate::support::PATIENCE, || {
         // Reset while there is none.
         try_ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")
             .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 OK\r\n"))
@@ -436,10 +435,10 @@ fn a_metrics_server_answers_also_if_nobody_reads_its_address() {
         try_ask(&address, b"GET /metrics HTTP/1.1\r\n\r\n")
             .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 OK\r\n"))
     };
-    assert!(eventually(support::PATIENCE, || is_answered() || has_ended()));
+    assert!(eventually(crate::support::PATIENCE, || is_answered() || has_ended()));
     assert!(is_answered(), "it has ended");
     server.signal(Signal::TERM).unwrap();
-    let status = server.wait(support::PATIENCE).unwrap();
+    let status = server.wait(crate::support::PATIENCE).unwrap();
     assert_eq!(status.code(), Some(130));
 }
 

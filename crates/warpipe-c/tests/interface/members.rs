@@ -1,17 +1,12 @@
 //! Members of a domain through the C interface.
 
-#[macro_use]
-mod common;
-
 use std::ffi::{CStr, c_char};
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-use common::{Fixture, LONG, Plain, none, text};
+use crate::common::{Fixture, LONG, none, text};
 use warpipe_c::*;
 use warpipe_testkit::wait_readable;
-
-plain! { warpipe_member_options, warpipe_members_options, warpipe_member_info, warpipe_change, warpipe_endpoint }
 
 fn watch(fixture: &Fixture) -> *mut warpipe_members {
     let options = options!(warpipe_members_options {
@@ -51,7 +46,7 @@ fn a_domain_lists_what_stands_in_the_place_of_an_endpoint() {
     let taken = std::path::Path::new(field(&path)).join("taken.lock");
     std::os::unix::fs::symlink("/dev/null", taken).expect("a symlink");
     let member = join(&fixture, c"worker", c"worker");
-    let (mut found, mut count): ([warpipe_endpoint; 4], _) = ([common::zeroed(); 4], 0);
+    let (mut found, mut count): ([warpipe_endpoint; 4], _) = ([crate::common::zeroed(); 4], 0);
     ok!(warpipe_domain_list(
         fixture.domain,
         found.as_mut_ptr(),
@@ -74,7 +69,7 @@ fn a_domain_lists_what_stands_in_the_place_of_an_endpoint() {
 fn a_watch_lists_members_and_reports_that_they_join_and_leave() {
     let fixture = Fixture::new();
     let members = watch(&fixture);
-    let mut change = common::zeroed();
+    let mut change = crate::common::zeroed();
     fails!(
         WARPIPE_TIMEOUT,
         warpipe_members_next_change(members, 0, &mut change)
@@ -97,7 +92,7 @@ fn a_watch_lists_members_and_reports_that_they_join_and_leave() {
 
     let second = join(&fixture, c"worker/2", c"");
     assert_eq!(field(&next(members).member.name), "worker/2");
-    let (mut list, mut count) = ([common::zeroed::<warpipe_member_info>(); 3], 0);
+    let (mut list, mut count) = ([crate::common::zeroed::<warpipe_member_info>(); 3], 0);
     ok!(warpipe_members_list(members, none(), 0, &mut count));
     assert_eq!(count, 2);
     ok!(warpipe_members_list(

@@ -1,11 +1,9 @@
 //! `members`: the list, and the changes that it prints.
 
-mod support;
-
 use std::process::{Child, Command, Stdio};
 
+use crate::support::World;
 use rustix::process::{Pid, Signal, kill_process};
-use support::World;
 use warpipe::{Domain, Member, MemberOptions};
 
 /// Set for the process that a test starts to be a member.
@@ -18,7 +16,7 @@ impl Worker {
     fn start(world: &World) -> Worker {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
-            .args(["--ignored", "--exact", "a_worker_as_others_see_it"])
+            .args(["--ignored", "--exact", "members::a_worker_as_others_see_it"])
             .env(DOMAIN, world.path("domain"));
         Worker(
             command

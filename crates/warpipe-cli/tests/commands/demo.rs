@@ -1,10 +1,8 @@
 //! `warpipe demo`: real processes, and what happens when they are stopped or killed.
 
-mod support;
-
+use crate::support::{PATIENCE, Running, World, device};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::{PATIENCE, Running, World, device};
 use warpipe_testkit::{pidfd, wait_readable};
 
 /// The demo, with its temporary domain inside the world.

@@ -1,19 +1,14 @@
 //! Tensors that are sent where they lie, through the C interface: what may be lent, and when the
 //! caller's function is called.
 
-#[macro_use]
-mod common;
-
 use std::ffi::c_void;
 use std::ptr::from_ref;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::SeqCst};
 use std::time::Duration;
 
-use common::{Fixture, LONG, Malloc, Plain, bytes_layout, none};
+use crate::common::{Fixture, LONG, Malloc, bytes_layout, none};
 use warpipe_c::*;
 use warpipe_testkit::eventually;
-
-plain! { warpipe_publish_options }
 
 unsafe extern "C" fn count(calls: *mut c_void) {
     // SAFETY: every argument is a counter of a test, which waits for the call.

@@ -1,14 +1,9 @@
 //! Several tensors in one sample, through the C interface.
 
-#[macro_use]
-mod common;
-
 use std::ffi::CStr;
 
-use common::{Fixture, LONG, Plain, bytes_layout, none, zeroed};
+use crate::common::{Fixture, LONG, bytes_layout, none, zeroed};
 use warpipe_c::*;
-
-plain! { warpipe_part }
 
 fn part(name: &CStr, bytes: u64) -> warpipe_part {
     let mut part: warpipe_part = zeroed();

@@ -1,11 +1,9 @@
 //! Help, wrong usage, `doctor` and `ls`.
 
-mod support;
-
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-use support::{Running, World, device};
+use crate::support::{Running, World, device};
 
 #[test]
 fn an_error_that_nobody_reads_has_its_exit_code() {
@@ -143,7 +141,7 @@ fn bash_takes_the_completion_script() {
         .args(["--norc", "-c", &format!("{script}\n{asked}")])
         .output()
         .unwrap();
-    assert_eq!(support::text(&output), "members\n", "{output:?}");
+    assert_eq!(crate::support::text(&output), "members\n", "{output:?}");
 }
 
 #[test]
@@ -472,7 +470,7 @@ fn a_reader_that_goes_away_ends_the_command_quietly() {
         .env("WARPIPE_DOMAIN", world.path("domain"))
         .output()
         .unwrap();
-    assert_eq!(support::text(&output).lines().count(), 1);
+    assert_eq!(crate::support::text(&output).lines().count(), 1);
     assert!(
         output.stderr.is_empty(),
         "{}",

@@ -1,18 +1,10 @@
 //! Pools and their blocks through the C interface.
 
-#[macro_use]
-mod common;
-
 use std::ffi::{CStr, CString};
 use std::os::unix::fs::MetadataExt;
 
-use common::{Fixture, LONG, Plain, none};
+use crate::common::{Fixture, LONG, none};
 use warpipe_c::*;
-
-plain! {
-    warpipe_pool_options, warpipe_pool_stats, warpipe_pool_usage, warpipe_pool_quota,
-    warpipe_open_options, warpipe_memory_info,
-}
 
 const MIB: u64 = 1 << 20;
 

@@ -1,10 +1,8 @@
 //! The commands of the pages are commands of the program.
 
-mod support;
-
 use std::path::{Path, PathBuf};
 
-use support::World;
+use crate::support::World;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")

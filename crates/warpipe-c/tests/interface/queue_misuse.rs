@@ -1,14 +1,11 @@
 //! Queues, workers and leases through the C interface, used in ways that must be refused.
 
-#[macro_use]
-mod common;
-
 use std::ffi::c_void;
 use std::sync::Barrier;
 use std::time::Duration;
 
-use common::jobs::{Jobs, create_queue, info};
-use common::{Fixture, LONG, SHORT, Shared, bytes_layout, none, zeroed};
+use crate::common::jobs::{Jobs, create_queue, info};
+use crate::common::{Fixture, LONG, SHORT, Shared, bytes_layout, none, zeroed};
 use warpipe_c::*;
 use warpipe_testkit::eventually;
 
@@ -244,7 +241,7 @@ fn a_second_thread_may_not_use_a_worker_that_leases() {
         {
             std::thread::yield_now();
         }
-        assert!(!lease.is_null(), "{}", common::message());
+        assert!(!lease.is_null(), "{}", crate::common::message());
         ok!(warpipe_close(input));
         Shared::new(lease)
     });
@@ -276,7 +273,7 @@ fn options_that_are_not_valid_are_refused() {
         let (name, place) = (c"jobs".as_ptr(), &mut queue);
         let status = call!(warpipe_queue_create(name, options, place));
         assert!(queue.is_null());
-        (status, common::message())
+        (status, crate::common::message())
     };
     let options = options!(warpipe_queue_options {
         domain: fixture.domain,

@@ -1,16 +1,11 @@
 //! Allocations of other code, shared through the C interface.
 
-#[macro_use]
-mod common;
-
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use common::{Fixture, LONG, Plain, none};
+use crate::common::{Fixture, LONG, none};
 use warpipe_c::*;
-
-plain! { warpipe_open_options, warpipe_memory_info }
 
 const BYTES: u64 = 4096;
 const FAR: u64 = 2 << 20;

@@ -1,13 +1,11 @@
 //! `weights serve` that ends before it offers anything: wrong files and names, and deaths while it
 //! loads.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::weights::{Stage, children_of, with_header};
+use crate::support::{PATIENCE, Running};
 use rustix::process::Signal;
-use support::weights::{Stage, children_of, with_header};
-use support::{PATIENCE, Running};
 use warpipe_testkit::eventually;
 
 #[test]
