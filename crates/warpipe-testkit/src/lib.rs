@@ -9,7 +9,7 @@ mod wait;
 pub use child::{ChildProcess, LineReader, this_program};
 pub use fastrand::Rng;
 pub use tempfile::TempDir;
-pub use wait::{eventually, pidfd, wait_readable};
+pub use wait::{eventually, pidfd, spin_until, wait_readable};
 
 use std::io;
 

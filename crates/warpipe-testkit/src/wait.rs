@@ -35,6 +35,19 @@ pub fn wait_readable(fd: impl AsFd, timeout: Duration) -> io::Result<bool> {
     }
 }
 
+/// Asks `is_so` without a pause until it is true, so that this thread goes on at the same moment as
+/// the one that makes it true. One that has no CPU gets this one's.
+pub fn spin_until(mut is_so: impl FnMut() -> bool) {
+    let mut polls = 0;
+    while !is_so() {
+        polls += 1;
+        match polls {
+            ..1_000 => std::hint::spin_loop(),
+            _ => std::thread::yield_now(),
+        }
+    }
+}
+
 /// Asks `is_so` until it is true; false when `timeout` ran out first. For a state that wakes no
 /// waiter: of another process, of /proc, of a device.
 pub fn eventually(timeout: Duration, mut is_so: impl FnMut() -> bool) -> bool {

@@ -238,7 +238,7 @@ fn a_producer_waits_for_its_slowest_consumer() {
     let options = KernelRingOptions {
         depth: 2,
         consumers: 2,
-        spin_limit: 5000,
+        spin_limit: 500,
         ..place.options()
     };
     let (producer, consumers) = place.ring(options);
@@ -261,7 +261,7 @@ fn a_producer_waits_for_its_slowest_consumer() {
 fn a_wait_ends_at_the_limit_of_looks() {
     let place = Place::new();
     let (_producer, consumers) = place.ring(KernelRingOptions {
-        spin_limit: 3000,
+        spin_limit: 300,
         ..place.options()
     });
     assert_eq!(side(&consumers[0]).0.wait(0), Err(RingEnd::SpinLimit));

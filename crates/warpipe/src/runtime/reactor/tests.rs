@@ -133,9 +133,7 @@ fn of_two_owners_that_give_up_at_once_the_thread_of_the_library_never_drops() {
         .spawn(move || {
             for (target, step) in rx {
                 step.store(1, Ordering::Release);
-                while step.load(Ordering::Acquire) != 2 {
-                    std::hint::spin_loop();
-                }
+                warpipe_testkit::spin_until(|| step.load(Ordering::Acquire) == 2);
                 drop(target);
             }
         });

@@ -272,8 +272,8 @@ fn leases_bases_strides_absent_hashes_and_metadata_arrive_and_wrong_ones_are_ref
 }
 
 #[test]
-fn half_a_million_tensors_are_found_by_name_after_they_were_sent() {
-    const TENSORS: u64 = 500_000;
+fn tens_of_thousands_of_tensors_are_found_by_name_after_they_were_sent() {
+    const TENSORS: u64 = 50_000;
     let name = |number| {
         format!(
             "model.layers.{}.mlp.experts.{number}.down_proj",
