@@ -35,10 +35,6 @@ pub(super) const CASES: &[Case] = &[
         shared_at_once,
     ),
     Case::new(
-        "of two processes that open a share at the same time one has it",
-        opened_at_once,
-    ),
-    Case::new(
         "a killed receiver's memory of another allocator is freed, and not before its death",
         killed_receiver,
     )
@@ -254,35 +250,6 @@ fn shared_at_once(context: &Context) -> Result<()> {
         ensure!(is_freed(&freed), "the memory is not freed");
     }
     Ok(())
-}
-
-fn opened_at_once(context: &Context) -> Result<()> {
-    let (server, stream) = (server(context)?, context.stream()?);
-    let mut peers = [context.peer()?, context.peer()?];
-    for seed in 1..8 {
-        let (tell, freed) = channel();
-        let memory = ForeignMemory::malloc(&context.device, 1 << 10, tell)?;
-        let (name, number) = (NAME.to_string(), memory.share(&server, &stream, seed)?);
-        let order = Order::OpenShare { name, number, seed };
-        for peer in &mut peers {
-            peer.send(&order)?;
-        }
-        let mut winners = vec![];
-        for peer in &mut peers {
-            match peer.answer()? {
-                Ok(_) => winners.push(peer),
-                Err(fault) => ensure!(fault.kind == "NotFound", "{fault}"),
-            }
-        }
-        let [winner] = &mut winners[..] else {
-            bail!("{} processes have it", winners.len());
-        };
-        server.stats();
-        ensure!(is_kept(&freed), "it is open");
-        winner.ask(&Order::ReleaseShare)?;
-        ensure!(is_freed(&freed), "a released share's memory is not freed");
-    }
-    peers.into_iter().try_for_each(Peer::dismiss)
 }
 
 fn killed_receiver(context: &Context) -> Result<()> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::event::epoll;
 use warpipe::backend::testing::{Failing, Wrapped};
-use warpipe::{Device, Error, Loss, Publisher, PublisherOptions, Subscriber, SubscriberOptions};
+use warpipe::{Device, Error, Loss, Publisher, PublisherOptions};
 use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, all_whole, skip};
@@ -27,14 +27,6 @@ pub(super) const CASES: &[Case] = &[
         held_long,
     ),
     Case::new("a late joiner gets the history first", history),
-    Case::new(
-        "numbers that a publisher skips are missing before the next sample, and no late joiner's",
-        skipped_numbers,
-    ),
-    Case::new(
-        "the next forwarder of a source continues its numbers, and no number comes twice",
-        next_forwarder,
-    ),
     Case::new(
         "a late joiner waits for history that is not complete yet",
         history_in_flight,
@@ -147,95 +139,6 @@ fn history(context: &Context) -> Result<()> {
     peer.subscribe("history")?;
     Payload::of(WORDS, 6).send(&publisher, &stream)?;
     all_whole(&peer.receive(4)?, 3..=6)?;
-    peer.dismiss()
-}
-
-fn skipped_numbers(context: &Context) -> Result<()> {
-    let publisher = Publisher::new(
-        "skips",
-        PublisherOptions {
-            forwards: Some([7; 16]),
-            history: 2,
-            ..context.domain.on(&context.device)
-        },
-    )?;
-    let stream = context.stream()?;
-    let mut peer = context.peer()?;
-    peer.subscribe("skips")?;
-    for sequence in [1, 5, 6, 9] {
-        publisher.skip_to(sequence)?;
-        Payload::of(64, sequence).send(&publisher, &stream)?;
-    }
-    let items = peer.receive(4)?;
-    all_whole(&items, [1, 5, 6, 9])?;
-    let missing: Vec<_> = items.iter().map(|item| item.missing).collect();
-    ensure!(missing == [0, 3, 0, 2], "missing: {missing:?}");
-    let mut late = context.subscriber("skips")?;
-    let mut error_counters = context.error_counters()?;
-    for (sequence, missing) in [(6, None), (9, Some(2))] {
-        let sample = late.receive(&stream, PATIENCE)?;
-        let found = sample.info().discontinuity.map(|gap| gap.missing);
-        ensure!(
-            sample.sequence() == sequence && found == missing,
-            "to a late joiner {found:?} are missing before {sample:?}"
-        );
-        ensure!(error_counters.finish(sample)? == 0, "it is whole");
-    }
-    peer.dismiss()
-}
-
-fn next_forwarder(context: &Context) -> Result<()> {
-    let stream = context.stream()?;
-    let forwarder = || {
-        Publisher::new(
-            "forwarded",
-            PublisherOptions {
-                forwards: Some([7; 16]),
-                history: 4,
-                ..context.domain.on(&context.device)
-            },
-        )
-    };
-    let send = |publisher: &Publisher, numbers: &[u64]| -> Result<()> {
-        for &number in numbers {
-            publisher.skip_to(number)?;
-            Payload::of(WORDS, number).send(publisher, &stream)?;
-        }
-        Ok(())
-    };
-    let first = forwarder()?;
-    let mut peer = context.peer()?;
-    let options = SubscriberOptions {
-        reconnect: true,
-        ..context.domain.on(&context.device)
-    };
-    let mut here = Subscriber::open("forwarded", options, Duration::ZERO)?;
-    peer.subscribe("forwarded")?;
-    send(&first, &[3, 4])?;
-    all_whole(&peer.receive(2)?, [3, 4])?;
-    let mut error_counters = context.error_counters()?;
-    for number in [3, 4] {
-        let sample = here.receive(&stream, PATIENCE)?;
-        ensure!(sample.sequence() == number, "{sample:?}");
-        ensure!(error_counters.finish(sample)? == 0, "it is whole");
-    }
-    drop(first);
-    let second = forwarder()?;
-    send(&second, &[2, 4, 7, 8])?;
-    for (number, missing) in [(7, Some(2)), (8, None)] {
-        let sample = here.receive(&stream, PATIENCE)?;
-        let gap = sample.info().discontinuity;
-        let is_another = gap.is_some_and(|gap| gap.previous.is_some());
-        ensure!(
-            sample.sequence() == number && gap.map(|gap| gap.missing) == missing,
-            "{sample:?}"
-        );
-        ensure!(is_another == missing.is_some(), "{sample:?}");
-        ensure!(error_counters.finish(sample)? == 0, "it is whole");
-    }
-    // What was not received again is given back.
-    let are_free = || second.subscribers().iter().all(|one| one.in_flight == 0);
-    ensure!(eventually(PATIENCE, are_free), "{:?}", second.subscribers());
     peer.dismiss()
 }
 

@@ -127,6 +127,14 @@ fn changing_lengths(context: &Context) -> Result<()> {
         ensure!(used <= 2 * limit, "{used} bytes are mapped");
     }
     all_whole(&peer.release()?, 1..=1)?;
+    let is_within = || {
+        let _ = publisher.subscribers();
+        publisher.stats().is_ok_and(|it| it.memory_bytes <= limit)
+    };
+    ensure!(
+        eventually(crate::PATIENCE, is_within),
+        "regions that were given back are mapped"
+    );
     peer.dismiss()
 }
 

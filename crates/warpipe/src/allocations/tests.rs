@@ -147,24 +147,6 @@ fn eventually(mut is_so: impl FnMut() -> bool) -> bool {
 }
 
 #[test]
-fn a_receiver_reads_the_memory_and_the_owner_lives_until_it_is_released() {
-    let stage = Stage::new("read");
-    let stream = stage.device.stream().unwrap();
-    let (number, told) = stage.share(&stream, b"of another library");
-    stream.synchronize(WAIT).unwrap();
-    let memory = stage.client().open_share(number, WAIT).unwrap();
-    assert_eq!(&memory.to_vec(WAIT).unwrap()[..18], b"of another library");
-    memory.check().unwrap();
-    assert_eq!(stage.server.is_opened(number).unwrap(), Some(true));
-    let stats = stage.server.stats();
-    assert_eq!((stats.unclaimed, stats.claimed, stats.bytes), (0, 1, BYTES));
-    assert!(is_kept(&told));
-    drop(memory);
-    told.recv_timeout(WAIT).unwrap();
-    assert_eq!(stage.server.is_opened(number).unwrap(), None);
-}
-
-#[test]
 fn the_owner_lives_until_the_receivers_streams_are_past_the_memory() {
     let stage = Stage::new("streams");
     let writing = stage.device.stream().unwrap();

@@ -81,50 +81,6 @@ fn in_its_own_process_a_ticket_leads_to_the_same_memory() {
 }
 
 #[test]
-fn opened_twice_it_is_mapped_once_and_closed_in_any_order() {
-    let stage = Stage::new("twice");
-    let published = stage.publish("a", b"abcdef");
-    let (device, counting) = other(Counting::default());
-    let first = published
-        .ticket(..)
-        .unwrap()
-        .open(&device, Duration::ZERO)
-        .unwrap();
-    let second = published
-        .ticket(2..4)
-        .unwrap()
-        .open(&device, Duration::ZERO)
-        .unwrap();
-    let third = Ticket::to(&stage.domain, "a")
-        .unwrap()
-        .open(&device, Duration::ZERO)
-        .unwrap();
-    assert_eq!(calls(&counting, "import"), 1);
-    assert_eq!((second.ptr(), third.ptr()), (first.ptr() + 2, first.ptr()));
-    drop(first);
-    drop(third);
-    assert_eq!(second.to_vec(WAIT).unwrap(), b"cd");
-    assert_eq!(calls(&counting, "release"), 0);
-    drop(second);
-    assert!(
-        eventually(|| calls(&counting, "release") == 1),
-        "the last one unmaps it"
-    );
-    let again = published
-        .ticket(..)
-        .unwrap()
-        .open(&device, Duration::ZERO)
-        .unwrap();
-    assert_eq!(
-        (
-            again.to_vec(WAIT).unwrap().len(),
-            calls(&counting, "import")
-        ),
-        (6, 2)
-    );
-}
-
-#[test]
 fn a_mapping_is_kept_until_the_stream_that_uses_it_is_past_it() {
     let stage = Stage::new("busy");
     let published = stage.publish("a", b"abc");
@@ -222,54 +178,6 @@ fn a_waiter_for_a_name_gets_memory_that_is_published_later() {
         let _published = stage.publish("a", b"late");
         assert_eq!(waiting.join().unwrap().unwrap(), b"late");
     });
-}
-
-#[test]
-fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open() {
-    let stage = Stage::new("open-still");
-    let (device, _counting) = other(Counting::default());
-    let published = stage.publish("a", b"abc");
-    let ticket = published.ticket(..).unwrap();
-    let open = ticket.open(&device, Duration::ZERO).unwrap();
-    let own = published.memory().clone();
-    drop(published);
-    for device in [&device, &stage.device] {
-        let gone = ticket.open(device, Duration::ZERO).unwrap_err();
-        assert!(
-            matches!(
-                gone,
-                Error::Handle {
-                    fault: HandleFault::Expired {
-                        expiry: Expiry::Gone { died: false },
-                        ..
-                    },
-                    ..
-                }
-            ),
-            "{gone}"
-        );
-    }
-    let next = stage.publish("a", b"def");
-    let gone = ticket.open(&device, Duration::ZERO).unwrap_err();
-    assert!(
-        matches!(
-            gone,
-            Error::Handle {
-                fault: HandleFault::Expired {
-                    expiry: Expiry::Replaced,
-                    ..
-                },
-                ..
-            }
-        ),
-        "{gone}"
-    );
-    assert_eq!(
-        (open.to_vec(WAIT).unwrap(), own.to_vec(WAIT).unwrap()),
-        (b"abc".to_vec(), b"abc".to_vec()),
-        "kept"
-    );
-    drop(next);
 }
 
 #[test]

@@ -168,39 +168,6 @@ fn every_stream_that_was_named_is_waited_for() {
 }
 
 #[test]
-fn a_lent_block_is_free_when_owner_and_borrower_have_let_it_go() {
-    let stage = Stage::new("lent");
-    for owner_is_first in [true, false] {
-        let block = stage.pool.allocate(2 * MIB, Duration::ZERO).unwrap();
-        block
-            .write(&stage.device.stream().unwrap(), 0, b"abc")
-            .unwrap();
-        let ticket = block.lend(Access::Read).unwrap();
-        let lent = LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap();
-        assert_eq!(&lent.to_vec(WAIT).unwrap()[..3], b"abc");
-        assert_eq!(stage.pool.stats().lent_bytes, 2 * MIB);
-        if owner_is_first {
-            drop(block);
-            assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)));
-            drop(lent);
-        } else {
-            drop(lent);
-            assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)));
-            drop(block);
-        }
-        // Behind the streams that wrote and copied it, which may not be idle yet.
-        drop(stage.pool.allocate(2 * MIB, WAIT).unwrap());
-        assert_eq!(
-            (
-                stage.pool.stats().lent_bytes,
-                stage.pool.stats().in_use_bytes
-            ),
-            (0, 0)
-        );
-    }
-}
-
-#[test]
 fn a_borrowers_stream_is_waited_for_too() {
     let stage = Stage::new("borrower");
     let client = stage.client();

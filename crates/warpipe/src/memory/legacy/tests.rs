@@ -208,40 +208,6 @@ fn memory_that_this_process_has_freed_is_stale_also_when_its_address_is_used_aga
     );
 }
 
-fn refused_kind(device: &Device, ptr: DevicePtr) -> PointerKind {
-    match export(device, ptr, 8) {
-        Err(
-            error @ Error::Handle {
-                fault: HandleFault::NotExportable { kind, .. },
-                ..
-            },
-        ) => {
-            assert!(error.to_string().contains(&kind.to_string()), "{error}");
-            assert!(error.hint().is_some(), "{error}");
-            kind
-        }
-        other => panic!("{other:?}"),
-    }
-}
-
-#[test]
-fn memory_that_no_handle_can_name_is_refused_by_its_kind() {
-    let device = Device::host();
-    assert_eq!(refused_kind(&device, 0), PointerKind::Null);
-    assert_eq!(
-        refused_kind(&device, std::ptr::from_ref(&device) as u64),
-        PointerKind::Host
-    );
-    let mut region = device
-        .backend()
-        .allocate(device.backend().granularity())
-        .unwrap();
-    assert_eq!(refused_kind(&device, region.ptr + 8), PointerKind::Vmm);
-    // SAFETY: allocated above, released once, and no stream used it.
-    unsafe { device.backend().release(&mut region) }.unwrap();
-    assert_eq!(refused_kind(&device, 4096), PointerKind::Unknown);
-}
-
 #[test]
 fn a_range_that_leaves_its_allocation_is_refused() {
     let plain = Plain::new(&Device::host(), 1000);

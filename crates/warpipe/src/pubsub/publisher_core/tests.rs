@@ -603,40 +603,6 @@ fn memory_that_nobody_holds_makes_room_for_a_longer_sample() {
 }
 
 #[test]
-fn samples_that_grow_are_sent_as_long_as_those_that_are_held_leave_room() {
-    let stage = Stage::new("growing");
-    let publisher = Publisher::new(
-        "a",
-        PublisherOptions {
-            memory_limit: 64 * MIB,
-            ..stage.options()
-        },
-    )
-    .unwrap();
-    let mut subscriber = stage.subscriber();
-    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
-    publisher.send_bytes(&sending, &[7; 8]).unwrap();
-    let held = subscriber.receive(&receiving, LONG).unwrap();
-    for mebibytes in 1..=40 {
-        send(&publisher, &sending, mebibytes * MIB).unwrap();
-        let sample = subscriber.receive(&receiving, LONG).unwrap();
-        assert_eq!(sample.layout().bytes(), mebibytes * MIB);
-        sample.finish(LONG).unwrap();
-        let stats = publisher.stats().unwrap();
-        let (used, limit) = (stats.memory_bytes, stats.memory_limit);
-        assert!(used <= 2 * limit, "{used} bytes are mapped");
-    }
-    assert_eq!(held.to_vec(LONG).unwrap(), [7; 8], "its region is kept");
-    eventually(
-        "regions that were given back are unmapped everywhere",
-        || {
-            let _ = publisher.subscribers();
-            publisher.stats().unwrap().memory_bytes <= 64 * MIB
-        },
-    );
-}
-
-#[test]
 fn a_sample_that_is_taken_back_while_its_region_is_closed_leaves_no_fault_behind() {
     let stage = Stage::new("taken-back");
     let policy = Policy::DropOldest;

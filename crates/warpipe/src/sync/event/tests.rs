@@ -85,24 +85,6 @@ fn a_wait_of_zero_says_which_events_work_is_not_done() {
 }
 
 #[test]
-fn an_event_that_was_never_recorded_is_an_error_and_not_complete() {
-    let stage = Stage::new("never");
-    let (event, stream) = (stage.create(), stage.device.stream().unwrap());
-    assert!(matches!(
-        event.wait(&stream),
-        Err(Error::State(StateFault::NotRecorded(_)))
-    ));
-    assert!(matches!(
-        event.query(),
-        Err(Error::State(StateFault::NotRecorded(_)))
-    ));
-    assert!(matches!(
-        event.synchronize(WAIT),
-        Err(Error::State(StateFault::NotRecorded(_)))
-    ));
-}
-
-#[test]
 fn a_stream_waits_for_the_last_recording() {
     let stage = Stage::new("last");
     let (event, reading) = (stage.create(), stage.device.stream().unwrap());

@@ -10,7 +10,6 @@ use std::time::Duration;
 use std::time::Instant;
 
 use super::*;
-use crate::backend::testing::{Delaying, Wrapped};
 use crate::error::NameFault;
 use crate::fork::CloseOnForkFd;
 use crate::wait::OptionalExtension;
@@ -45,32 +44,6 @@ impl Drop for Stage {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(self.domain.path());
     }
-}
-
-#[test]
-fn a_permit_that_is_held_makes_others_time_out_until_it_is_released() {
-    let (stage, device) = (Stage::new("timeout"), Device::host());
-    let (creator, member) = stage.both(&device, 1);
-    let stream = device.stream().unwrap();
-    let held = member.acquire(&stream, WAIT).unwrap();
-    assert!(
-        creator
-            .acquire(&stream, Duration::ZERO)
-            .optional()
-            .unwrap()
-            .is_none()
-            && creator
-                .acquire_host(Duration::ZERO)
-                .optional()
-                .unwrap()
-                .is_none()
-    );
-    let late = creator.acquire_host(Duration::from_millis(20)).unwrap_err();
-    assert!(matches!(late, Error::Timeout { .. }), "{late}");
-    assert_eq!((creator.state().available, creator.state().waiting), (0, 0));
-    held.release(&stream).unwrap();
-    drop(creator.acquire_host(WAIT).unwrap());
-    assert_eq!(member.state().available, 1);
 }
 
 #[test]
@@ -200,30 +173,6 @@ fn a_wait_whose_cancellation_panics_leaves_the_line() {
 }
 
 #[test]
-fn a_waiter_gets_the_permit_and_nobody_overtakes_it() {
-    let (stage, device) = (Stage::new("queue"), Device::host());
-    let (creator, member) = stage.both(&device, 1);
-    let held = creator.acquire_host(WAIT).unwrap();
-    std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| member.acquire_host(WAIT).unwrap().release_now());
-        let start = Instant::now();
-        while creator.state().waiting == 0 && start.elapsed() < WAIT {
-            std::thread::yield_now();
-        }
-        assert!(
-            creator
-                .acquire_host(Duration::ZERO)
-                .optional()
-                .unwrap()
-                .is_none()
-        );
-        held.release_now();
-        waiter.join().unwrap();
-    });
-    assert_eq!(creator.state().available, 1);
-}
-
-#[test]
 fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
     let (stage, device) = (Stage::new("closing"), Device::host());
     let (creator, member) = stage.both(&device, 1);
@@ -289,47 +238,6 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
         "{taken}"
     );
     drop(first);
-}
-
-/// The value that the next holder's stream sees of work that is blocked until `go` is dropped.
-fn seen_by_the_next_holder(stage: &Stage, device: &Device) -> (bool, u64) {
-    let (creator, member) = stage.both(device, 1);
-    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
-    let written = Arc::new(AtomicU64::new(0));
-    let seen = Arc::new(AtomicU64::new(u64::MAX));
-    let (go, wait) = mpsc::channel::<()>();
-    let permit = creator.acquire(&first, WAIT).unwrap();
-    let data = written.clone();
-    first
-        .call(move || {
-            let _ = wait.recv();
-            data.store(1, SeqCst);
-        })
-        .unwrap();
-    permit.release(&first).unwrap();
-    let permit = member.acquire(&second, WAIT).unwrap();
-    let (data, into) = (written.clone(), seen.clone());
-    second
-        .call(move || into.store(data.load(SeqCst), SeqCst))
-        .unwrap();
-    let was_early = second.synchronize(Duration::from_millis(50)).is_ok();
-    drop(go);
-    second.synchronize(WAIT).unwrap();
-    permit.release(&second).unwrap();
-    first.synchronize(WAIT).unwrap();
-    (was_early, seen.load(SeqCst))
-}
-
-#[test]
-fn the_next_holders_stream_waits_for_the_last_ones_work_and_without_the_wait_it_does_not() {
-    let stage = Stage::new("order");
-    assert_eq!(seen_by_the_next_holder(&stage, &Device::host()), (false, 1));
-    let control = Delaying {
-        signal_late: Duration::ZERO,
-        waits: false,
-    };
-    let control = Device::from_backend(Wrapped::new(Device::host().backend().clone(), control));
-    assert_eq!(seen_by_the_next_holder(&stage, &control), (true, 0));
 }
 
 #[test]

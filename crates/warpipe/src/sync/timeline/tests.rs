@@ -56,25 +56,6 @@ impl Drop for Stage {
 }
 
 #[test]
-fn a_stream_waits_until_the_owners_stream_has_come_to_its_signal() {
-    let stage = Stage::new("waits");
-    let (owner, importer) = (stage.create(), stage.open());
-    let ((slow, go), reading) = (stage.held(), stage.stream());
-    owner.signal(&slow, 3, WAIT).unwrap();
-    importer.wait(&reading, 2).unwrap();
-    assert!(!importer.check(2).unwrap() && !reading.is_idle().unwrap());
-    drop(go);
-    reading.synchronize(WAIT).unwrap();
-    importer.wait_host(3, WAIT).unwrap();
-    // The stream writes the owner's own word last.
-    slow.synchronize(WAIT).unwrap();
-    assert_eq!(
-        (importer.value(), owner.value(), importer.check(3).unwrap()),
-        (3, 3, true)
-    );
-}
-
-#[test]
 fn a_wait_of_zero_says_which_value_or_whose_work_is_not_there() {
     let stage = Stage::new("zero");
     let (owner, (slow, go)) = (stage.create(), stage.held());
