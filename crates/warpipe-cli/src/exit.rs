@@ -3,7 +3,7 @@
 use std::io;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{DeviceFault, Error, ErrorKind, FileFault, Language, LimitFault, WeightsFault};
+use warpipe::{DeviceFault, Error, ErrorKind, Language, LimitFault, NameFault, WeightsFault};
 
 use crate::source::InputError;
 
@@ -78,7 +78,7 @@ impl Exit {
         match (error, error.kind()) {
             // Before the kinds: the command line gave these.
             (
-                Error::File(FileFault::Domain { .. })
+                Error::Name(NameFault::Domain { .. })
                 | Error::Device {
                     fault: DeviceFault::NoSuchDevice,
                     ..

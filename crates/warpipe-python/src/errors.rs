@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 use warpipe::{
-    DeviceFault, Error, FileFault, HandleFault, JobEnd, Language, LimitFault, Loss, NameFault,
-    StateFault, WeightsFault,
+    DeviceFault, Error, HandleFault, JobEnd, Language, LimitFault, Loss, NameFault, StateFault,
+    WeightsFault,
 };
 use warpipe_dlpack::Refusal;
 
@@ -175,8 +175,8 @@ exceptions! {
         (endpoint: name, pid: holder.pid);
     Error::Name(NameFault::OtherKind { name, wanted, found, .. }) => "OtherKindError",
         (endpoint: name, kind: wanted.to_string(), found: found);
-    Error::File(FileFault::Domain { .. }) => "DomainError", ();
-    Error::File(FileFault::Foreign { .. }) => "ForeignFileError", ();
+    Error::Name(NameFault::Domain { .. }) => "DomainError", ();
+    Error::Name(NameFault::Foreign { .. }) => "ForeignFileError", ();
     Error::NotFound { kind, name, was_there, .. } => "NotFoundError",
         (kind: kind.to_string(), endpoint: name, was_there: was_there);
     Error::Handle { fault: HandleFault::Expired { name, .. }, .. } => "TicketExpiredError",
@@ -193,7 +193,6 @@ exceptions! {
     Error::Lost(Loss::Sample { name, sequence, pid, .. }) => "SampleLostError",
         (endpoint: name, sequence: sequence, pid: pid);
     Error::Lost(Loss::Event { event, pid, .. }) => "EventLostError", (event: event, pid: pid);
-    Error::LinkClosed { name, .. } => "LinkClosedError", (endpoint: name);
     Error::Timeout { waited, .. } => "TimeoutError", (waited: waited.as_secs_f64());
     Error::Weights(WeightsFault::File { path, .. }) => "WeightsFileError", (path: path);
     Error::Weights(WeightsFault::Unverified { name, version, tensors, .. }) =>
@@ -209,6 +208,7 @@ exceptions! {
     Error::State(StateFault::Capturing(_)) => "CapturingError", ();
     Error::State(StateFault::NotRecorded(event)) => "EventNotRecordedError", (event: event);
     Error::State(StateFault::QueueClosed(name)) => "QueueClosedError", (endpoint: name);
+    Error::State(StateFault::LinkClosed { name, .. }) => "LinkClosedError", (endpoint: name);
     Error::State(StateFault::Forked) => "ForkedError", ();
     Error::Argument { argument: "tensor layout", .. } => "LayoutError", ();
     Error::Argument { .. } => "ArgumentError", ();

@@ -19,7 +19,7 @@ use std::time::Duration;
 pub use fault::{DeviceFault, Expiry, HandleFault, HandshakeFault, JobEnd, PeerLimit, PointerKind};
 pub use hint::Language;
 pub use kind::ErrorKind;
-pub use state::{FileFault, Holder, LimitFault, Loss, NameFault, StateFault};
+pub use state::{Holder, LimitFault, Loss, NameFault, StateFault};
 pub use weights::{WeightsDifference, WeightsFault, WeightsFileFault};
 
 pub use construct::Returned;
@@ -72,12 +72,10 @@ pub enum Error {
     /// No room, or as many of something as there may be.
     #[error("{0}")]
     Limit(LimitFault),
-    /// A name that no endpoint may have, or that something else has.
+    /// A name that no endpoint may have, or that something else has, or a domain of names that is
+    /// not as it must be.
     #[error("{0}")]
     Name(NameFault),
-    /// A folder or file of a domain that is not as it must be.
-    #[error("{0}")]
-    File(FileFault),
     /// No endpoint has this name.
     #[error("{}", construct::not_found(.kind, .name, .domain, *.was_there))]
     NotFound {
@@ -150,18 +148,6 @@ pub enum Error {
     /// Data lost its writer before it was complete.
     #[error("{0}")]
     Lost(Loss),
-    /// The link has ended and its peer may live: this side has closed it, for a reason that was
-    /// reported when it happened, or the publisher has closed this subscriber's link alone, or a
-    /// kernel ring has stopped.
-    #[error("the link to {name:?} is closed: {reason}")]
-    LinkClosed {
-        /// The kind of the endpoint.
-        kind: Kind,
-        /// The endpoint name.
-        name: String,
-        /// The reason.
-        reason: String,
-    },
     /// A wait ran out.
     #[error("{} did not come within {waited:?}", if what.is_empty() { "the awaited event" } else { what })]
     Timeout {

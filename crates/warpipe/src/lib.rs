@@ -157,8 +157,8 @@ pub use allocations::{AllocationClient, AllocationServer, AllocationStats};
 pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
 pub use error::{
-    DeviceFault, Error, ErrorKind, Expiry, FileFault, HandleFault, HandshakeFault, Holder, JobEnd,
-    Language, LimitFault, Loss, NameFault, PeerLimit, PointerKind, Result, Returned, StateFault,
+    DeviceFault, Error, ErrorKind, Expiry, HandleFault, HandshakeFault, Holder, JobEnd, Language,
+    LimitFault, Loss, NameFault, PeerLimit, PointerKind, Result, Returned, StateFault,
     WeightsDifference, WeightsFault, WeightsFileFault,
 };
 #[doc(hidden)] // For the C interface.

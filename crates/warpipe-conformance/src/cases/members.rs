@@ -7,8 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use warpipe::{
-    Change, Error, FileFault, Member, MemberInfo, MemberOptions, Members, MembersOptions,
-    NameFault, PeerState,
+    Change, Error, Member, MemberInfo, MemberOptions, Members, MembersOptions, NameFault, PeerState,
 };
 use warpipe_testkit::{eventually, pidfd, wait_readable};
 
@@ -452,7 +451,7 @@ fn foreign_files(context: &Context) -> Result<()> {
         members.overlooked()
     );
     match Member::new("silent", context.domain.options()) {
-        Err(Error::File(FileFault::Foreign { .. })) => {}
+        Err(Error::Name(NameFault::Foreign { .. })) => {}
         other => bail!("a foreign name gave {other:?}"),
     }
     let present = [&silent, &stream, &datagram, &file, &folder, &link]

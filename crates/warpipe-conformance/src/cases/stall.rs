@@ -161,7 +161,7 @@ fn eviction(context: &Context) -> Result<()> {
     );
     idler.go_on()?;
     let items = idler.items(&Order::ReceiveAll { subscriber: 0 })?;
-    ensure!(the_end(&items)? == "LinkClosed", "{items:?}");
+    ensure!(the_end(&items)? == "StateFault::LinkClosed", "{items:?}");
     ensure!(
         items[..items.len() - 1].iter().all(Item::is_whole),
         "what it got before is whole: {items:?}"
@@ -237,7 +237,7 @@ fn evicted_holder(context: &Context) -> Result<()> {
     items.sort_by_key(|item| item.sequence);
     all_whole(&items, 1..=4)?;
     let items = holder.items(&Order::ReceiveAll { subscriber: 0 })?;
-    ensure!(the_end(&items)? == "LinkClosed", "{items:?}");
+    ensure!(the_end(&items)? == "StateFault::LinkClosed", "{items:?}");
     ensure!(
         eventually(PATIENCE, || publisher.subscribers().is_empty()),
         "it is forgotten once it holds nothing"

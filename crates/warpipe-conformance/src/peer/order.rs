@@ -483,14 +483,13 @@ macro_rules! variants {
 }
 
 variants! {
-    Device Driver Os NotFound Handle Refused Handshake Protocol PeerGone LinkClosed Timeout Job
+    Device Driver Os NotFound Handle Refused Handshake Protocol PeerGone Timeout Job
     Argument;
     Limit(LimitFault: Device Depth Memory Quota Events Jobs)
-    Name(NameFault: Invalid Taken OtherKind)
-    File(FileFault: Domain Foreign)
+    Name(NameFault: Invalid Taken OtherKind Foreign Domain)
     Lost(Loss: Sample Event)
     Weights(WeightsFault: File Unverified Mismatch)
-    State(StateFault: Capturing NotRecorded QueueClosed Forked)
+    State(StateFault: Capturing NotRecorded QueueClosed LinkClosed Forked)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{
-    DType, Error, Layout, Loss, Publisher, PublisherOptions, Sample, Stream, Subscriber,
+    DType, Error, Layout, Loss, Publisher, PublisherOptions, Sample, StateFault, Stream, Subscriber,
 };
 
 use super::{Site, Workload};
@@ -75,7 +75,7 @@ impl Channel {
             bail!("it is subscribed")
         };
         let received = subscriber.receive(&self.receiving, self.site.patience);
-        if matches!(received, Err(Error::LinkClosed { .. })) {
+        if matches!(received, Err(Error::State(StateFault::LinkClosed { .. }))) {
             self.subscriber = None;
         }
         Ok(received?)

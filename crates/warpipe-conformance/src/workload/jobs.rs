@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
     Client, ClientOptions, Error, JobResult, Lease, Loan, Pending, Queue, QueueOptions, Server,
-    Stream, Worker, WorkerOptions,
+    StateFault, Stream, Worker, WorkerOptions,
 };
 
 use super::{Site, Workload};
@@ -97,7 +97,7 @@ impl Jobs {
             .optional();
         if matches!(
             leased,
-            Err(Error::PeerGone { .. } | Error::LinkClosed { .. })
+            Err(Error::PeerGone { .. } | Error::State(StateFault::LinkClosed { .. }))
         ) {
             self.worker = None;
         }

@@ -58,7 +58,7 @@ impl AllocationServer {
     /// can end shares that no process has open.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::File`], [`Error::Driver`].
+    /// [`Error::Name`], [`Error::Driver`].
     pub fn new(name: &str, options: CreateOptions) -> Result<AllocationServer> {
         let name = EndpointName::new(name)?;
         let shares = Arc::new(Shares::new(chosen_device(&options.device))?);

@@ -5,8 +5,8 @@ use std::fmt;
 use std::io::{self, ErrorKind};
 
 use super::{
-    DeviceFault, Error, FileFault, HandleFault, HandshakeFault, JobEnd, LimitFault, Loss,
-    NameFault, PointerKind, StateFault, WeightsFault,
+    DeviceFault, Error, HandleFault, HandshakeFault, JobEnd, LimitFault, Loss, NameFault,
+    PointerKind, StateFault, WeightsFault,
 };
 use crate::kind::Kind;
 
@@ -55,12 +55,6 @@ impl Error {
             Error::Limit(fault) => of_limit(fault),
             Error::Os { call, source, .. } => of_system(call, source),
             Error::Name(fault) => of_name(fault),
-            Error::File(FileFault::Domain { .. }) => {
-                "use a directory that you own with mode 0700, or set WARPIPE_DOMAIN{of_user}"
-            }
-            Error::File(FileFault::Foreign { .. }) => {
-                "it is left alone: move it away, or take another name"
-            }
             Error::NotFound { kind, .. } => of_absent(*kind),
             Error::Handle { fault, .. } => of_handle(fault),
             Error::Refused { denied: true, .. } => {
@@ -69,7 +63,6 @@ impl Error {
             Error::Handshake { fault, .. } => of_handshake(fault),
             Error::Protocol { .. } => "the link is closed: reconnect, and report the peer",
             Error::PeerGone { kind, .. } => of_gone(*kind),
-            Error::LinkClosed { kind, .. } => of_link(*kind),
             Error::Lost(Loss::Sample { .. }) => "discard what was computed from it",
             Error::Lost(Loss::Event { .. }) => "discard what depends on it",
             Error::Timeout { .. } => {
@@ -241,6 +234,10 @@ fn of_name(fault: &NameFault) -> &'static str {
         }
         NameFault::Taken { .. } => "stop it or take another name",
         NameFault::OtherKind { .. } => "take the right name, or open it as what it is",
+        NameFault::Foreign { .. } => "it is left alone: move it away, or take another name",
+        NameFault::Domain { .. } => {
+            "use a directory that you own with mode 0700, or set WARPIPE_DOMAIN{of_user}"
+        }
     }
 }
 
@@ -300,6 +297,7 @@ fn of_state(fault: &StateFault) -> &'static str {
     match fault {
         StateFault::Capturing(_) => "call it {uncaptured}, or on another stream",
         StateFault::NotRecorded(_) => "record it first, then tell others to wait for it",
+        StateFault::LinkClosed { kind, .. } => of_link(*kind),
         StateFault::QueueClosed(_) => "make a new one to submit more jobs",
         StateFault::Forked => {
             "open a new one in the child (CUDA cannot follow a fork at all: use {spawn})"
@@ -403,7 +401,7 @@ mod tests {
 
     #[test]
     fn a_domain_that_cannot_be_used_says_how_another_users_is_opened() {
-        let error = Error::File(FileFault::Domain {
+        let error = Error::Name(NameFault::Domain {
             path: "/tmp/warpipe-1".into(),
             reason: "it cannot be opened: Permission denied".into(),
         });

@@ -1,7 +1,7 @@
 //! The kinds of errors: one for each thing that a program can do next.
 
 use super::{
-    DeviceFault, Error, FileFault, HandleFault, HandshakeFault, JobEnd, NameFault, WeightsFault,
+    DeviceFault, Error, HandleFault, HandshakeFault, JobEnd, NameFault, StateFault, WeightsFault,
 };
 
 /// What a program can do about an [`Error`].
@@ -84,15 +84,14 @@ impl Error {
             Error::Device { fault, .. } => of_device(*fault),
             Error::Driver { .. } => ErrorKind::DeviceFailed,
             Error::Os { .. } if self.is_descriptor_limit() => ErrorKind::LimitReached,
-            Error::Os { .. } | Error::File(FileFault::Domain { .. }) => ErrorKind::System,
+            Error::Os { .. } | Error::Name(NameFault::Domain { .. }) => ErrorKind::System,
             Error::Limit(_) => ErrorKind::LimitReached,
             Error::NotFound { .. } => ErrorKind::NotFound,
             Error::Name(NameFault::Invalid { .. }) => ErrorKind::InvalidInput,
-            Error::Name(_) | Error::File(FileFault::Foreign { .. }) => ErrorKind::NameConflict,
+            Error::Name(_) => ErrorKind::NameConflict,
             Error::Refused { .. } => ErrorKind::Refused,
             Error::Protocol { .. } => ErrorKind::Protocol,
             Error::PeerGone { .. } => ErrorKind::PeerGone,
-            Error::LinkClosed { .. } => ErrorKind::LinkClosed,
             Error::Lost(_) => ErrorKind::DataLost,
             Error::Timeout { .. } => ErrorKind::Timeout,
             Error::Job { end, .. } => of_job(end),
@@ -103,6 +102,7 @@ impl Error {
                 false => ErrorKind::DataLost,
             },
             Error::Weights(_) | Error::Argument { .. } => ErrorKind::InvalidInput,
+            Error::State(StateFault::LinkClosed { .. }) => ErrorKind::LinkClosed,
             Error::State(_) => ErrorKind::InvalidState,
         }
     }

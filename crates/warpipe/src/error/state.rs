@@ -1,4 +1,4 @@
-//! Names, files, limits, losses and states that stand in the way of a call.
+//! Names, limits, losses and states that stand in the way of a call.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -83,7 +83,7 @@ pub enum LimitFault {
     },
 }
 
-/// The fault of a name.
+/// The fault of a name, or of the domain that it is in.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NameFault {
@@ -113,6 +113,22 @@ pub enum NameFault {
         /// The kind that was found.
         found: String,
     },
+    /// A foreign file stands in the place of an endpoint's file.
+    #[error("{} is {found}, not an endpoint of this library", path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// The kind of the file.
+        found: &'static str,
+    },
+    /// A domain directory that cannot be trusted or used.
+    #[error("{} cannot be a domain: {reason}", path.display())]
+    Domain {
+        /// The directory.
+        path: PathBuf,
+        /// The fault.
+        reason: String,
+    },
 }
 
 /// The holder of a name.
@@ -130,28 +146,6 @@ impl fmt::Display for Holder {
             None => f.write_str("a live process, of another PID namespace or without its files"),
         }
     }
-}
-
-/// The fault of a folder or file of a domain.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum FileFault {
-    /// A domain directory that cannot be trusted or used.
-    #[error("{} cannot be a domain: {reason}", path.display())]
-    Domain {
-        /// The directory.
-        path: PathBuf,
-        /// The fault.
-        reason: String,
-    },
-    /// A foreign file stands in the place of an endpoint's file.
-    #[error("{} is {found}, not an endpoint of this library", path.display())]
-    Foreign {
-        /// The file.
-        path: PathBuf,
-        /// The kind of the file.
-        found: &'static str,
-    },
 }
 
 /// Data that lost its writer before it was complete.
@@ -200,6 +194,18 @@ pub enum StateFault {
     /// This process has shut its queue of this name.
     #[error("the queue {0:?} is shut")]
     QueueClosed(String),
+    /// The link has ended and its peer may live: this side has closed it, for a reason that was
+    /// reported when it happened, or the publisher has closed this subscriber's link alone, or a
+    /// kernel ring has stopped.
+    #[error("the link to {name:?} is closed: {reason}")]
+    LinkClosed {
+        /// The kind of the endpoint.
+        kind: Kind,
+        /// The endpoint name.
+        name: String,
+        /// The reason.
+        reason: String,
+    },
     /// A handle that was made before a `fork` is used in the child.
     #[error("this handle belongs to the process that forked")]
     Forked,

@@ -38,7 +38,7 @@ use self::lock::LockState;
 #[cfg(test)]
 pub(crate) use self::place::name_byte;
 pub(crate) use self::watch::Arrivals;
-use crate::error::{Error, FileFault, Holder, Result};
+use crate::error::{Error, Holder, NameFault, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
@@ -85,7 +85,7 @@ impl Domain {
     /// does an `XDG_RUNTIME_DIR` that is relative or another user's.
     ///
     /// # Errors
-    /// [`Error::File`] when the directory cannot be made or trusted, or `WARPIPE_DOMAIN` is
+    /// [`Error::Name`] when the directory cannot be made or trusted, or `WARPIPE_DOMAIN` is
     /// relative.
     pub fn from_environment() -> Result<Domain> {
         Domain::at(Domain::environment_path()?)
@@ -95,7 +95,7 @@ impl Domain {
     /// program that looks at a domain and makes none: [`of_user`](Self::of_user) opens it.
     ///
     /// # Errors
-    /// [`Error::File`]: `WARPIPE_DOMAIN` is relative.
+    /// [`Error::Name`]: `WARPIPE_DOMAIN` is relative.
     #[doc(hidden)] // For the command line.
     pub fn environment_path() -> Result<PathBuf> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
@@ -103,7 +103,7 @@ impl Domain {
             if path.is_absolute() {
                 return Ok(path);
             }
-            return Err(Error::File(FileFault::Domain {
+            return Err(Error::Name(NameFault::Domain {
                 path,
                 reason:
                     "WARPIPE_DOMAIN has to be an absolute path: each process would find another \
@@ -129,7 +129,7 @@ impl Domain {
     /// A domain of this user. Makes the directory with mode 0700 if it does not exist.
     ///
     /// # Errors
-    /// [`Error::File`]: a symlink, no directory, another owner, writable by group or others.
+    /// [`Error::Name`]: a symlink, no directory, another owner, writable by group or others.
     pub fn at(path: impl AsRef<Path>) -> Result<Domain> {
         Domain::owned_by(path.as_ref(), rustix::process::geteuid().as_raw(), true)
     }
@@ -148,7 +148,7 @@ impl Domain {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let path: &Path = &path.components().collect::<PathBuf>();
         let fail = |reason: String| {
-            Error::File(FileFault::Domain {
+            Error::Name(NameFault::Domain {
                 path: path.to_owned(),
                 reason,
             })
@@ -539,7 +539,7 @@ impl Domain {
     }
 
     fn foreign(&self, file: &str, found: &'static str) -> Error {
-        Error::File(FileFault::Foreign {
+        Error::Name(NameFault::Foreign {
             path: self.inner.path.join(file),
             found,
         })
@@ -557,7 +557,7 @@ fn no_way_through(path: &Path) -> Error {
 /// Opens the directory of a domain.
 fn open_domain(path: &Path, is_own: bool) -> Result<OwnedFd> {
     let fail = |reason: String| {
-        Error::File(FileFault::Domain {
+        Error::Name(NameFault::Domain {
             path: path.to_owned(),
             reason,
         })

@@ -49,7 +49,7 @@ impl Member {
     /// [`Error::Name`](crate::Error::Name) while a living process has the name (a dead one's is
     /// free at once); [`Error::Name`](crate::Error::Name),
     /// [`Error::Argument`](crate::Error::Argument) for an invalid role;
-    /// [`Error::File`](crate::Error::File) where a file of another kind has its place.
+    /// [`Error::Name`](crate::Error::Name) where a file of another kind has its place.
     ///
     /// ```
     /// # use warpipe::{Domain, Error, Member, MemberOptions};

@@ -38,7 +38,7 @@ impl Memory {
     /// on tickets can be opened.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::File`], [`Error::Os`], [`Error::Driver`] when the memory cannot be
+    /// [`Error::Name`], [`Error::Os`], [`Error::Driver`] when the memory cannot be
     /// exported.
     pub fn publish(&self, name: &str, options: PublishOptions) -> Result<Published> {
         let name = EndpointName::new(name)?;

@@ -166,7 +166,7 @@ impl Ticket {
     /// [`Error::Handle`]: its owner is gone, or another owner holds the name. [`Error::Timeout`]:
     /// the wait was cancelled while its owner did not answer. [`Error::Handle`] for one of another
     /// machine. [`Error::Refused`], [`Error::Name`]. [`Error::Argument`], [`Error::Device`],
-    /// [`Error::Os`], [`Error::Limit`], [`Error::File`].
+    /// [`Error::Os`], [`Error::Limit`].
     pub fn open<'w>(&self, device: &Device, wait: impl Into<Wait<'w>>) -> Result<SharedMemory> {
         self.check(Kind::Memory, device)?;
         let Wanted { offset, bytes, .. } = self.fields.wanted;
@@ -375,7 +375,7 @@ pub(crate) mod forged {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::{DeviceFault, FileFault};
+    use crate::error::{DeviceFault, NameFault};
 
     fn is_of_the_text(error: &Error) -> bool {
         let Error::Handle {
@@ -499,7 +499,7 @@ mod tests {
         ticket.fields.owner += 1;
         let refused = ticket.open(&device, Duration::ZERO).unwrap_err();
         assert!(
-            matches!(refused, Error::File(FileFault::Domain { .. })),
+            matches!(refused, Error::Name(NameFault::Domain { .. })),
             "{refused}"
         );
         drop(published);

@@ -144,7 +144,7 @@ impl Pool {
     /// Takes the name and opens the pool.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::File`]; [`Error::Limit`], also for a reserve above the limit;
+    /// [`Error::Name`]; [`Error::Limit`], also for a reserve above the limit;
     /// [`Error::Driver`].
     pub fn new(name: &str, options: PoolOptions) -> Result<Pool> {
         let name = EndpointName::new(name)?;

@@ -74,7 +74,7 @@ impl Publisher {
     ///
     /// # Errors
     /// [`Error::Name`](crate::Error::Name) (of one that is held, with the holder's pid),
-    /// [`Error::File`](crate::Error::File), [`Error::Argument`](crate::Error::Argument), or
+    /// [`Error::Argument`](crate::Error::Argument), or
     /// an error of the device or the system. On an error nothing is left behind.
     pub fn new(name: &str, options: PublisherOptions) -> Result<Publisher> {
         Publisher::with_role(name, options, PublisherRole::of(Kind::Publisher))

@@ -22,7 +22,7 @@ use self::samples::SetAside;
 use crate::backend::DeviceId;
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::ipc::connection::{self, ConnectionEvent, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::DeathEvidence;
@@ -67,7 +67,7 @@ impl LinkFault {
     fn keep(&mut self, error: Error) {
         if self.reason.is_empty() {
             self.reason = match &error {
-                Error::LinkClosed { reason, .. } => reason.clone(),
+                Error::State(StateFault::LinkClosed { reason, .. }) => reason.clone(),
                 other => other.to_string(),
             };
             self.error = Some(error);
@@ -78,7 +78,7 @@ impl LinkFault {
 /// The error of a link that has ended although its publisher may live.
 fn closed(name: String, reason: String) -> Error {
     let kind = Kind::Publisher;
-    Error::LinkClosed { kind, name, reason }
+    Error::State(StateFault::LinkClosed { kind, name, reason })
 }
 
 /// The receiving end of one link, shared by its subscriber and all its samples. The end itself is

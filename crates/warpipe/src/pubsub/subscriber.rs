@@ -18,7 +18,7 @@ use self::link_receiver::EndedLink;
 use self::wait::{DOORBELL, TickRinger, WAKE};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
-use crate::error::{Error, ErrorKind, HandshakeFault, Result};
+use crate::error::{Error, ErrorKind, HandshakeFault, Result, StateFault};
 use crate::fork::OwnerProcess;
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
@@ -291,9 +291,11 @@ impl Subscriber {
     /// * [`Error::Timeout`]; errors of the device; [`Error::State`], also for a stream that is
     ///   being captured, and nothing is taken.
     /// * [`Error::PeerGone`] once every sample that the publisher completed has been received (not
-    ///   with `reconnect`); [`Error::LinkClosed`] when the publisher has closed this link alone.
+    ///   with `reconnect`); [`StateFault::LinkClosed`] when the publisher has closed this link
+    ///   alone.
     /// * [`Error::Protocol`], and [`Error::Os`] or [`Error::Limit`] when this process has no
-    ///   room for a region: these close the link, and later calls return [`Error::LinkClosed`].
+    ///   room for a region: these close the link, and later calls return
+    ///   [`StateFault::LinkClosed`].
     /// * For a sample [in place](crate::SampleInfo::is_in_place) with memory that cannot be opened:
     ///   the errors of [`LegacyHandle::open`](crate::LegacyHandle::open) and
     ///   [`Ticket::open`](crate::Ticket::open), or [`Error::Lost`] where those are of
@@ -553,5 +555,8 @@ fn is_transient(error: &Error) -> bool {
 /// Whether the error is the end of one link: ended by its publisher, or closed by this end, which
 /// has reported why.
 fn is_an_end(error: &Error) -> bool {
-    matches!(error, Error::PeerGone { .. } | Error::LinkClosed { .. })
+    matches!(
+        error,
+        Error::PeerGone { .. } | Error::State(StateFault::LinkClosed { .. })
+    )
 }

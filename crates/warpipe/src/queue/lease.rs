@@ -273,7 +273,7 @@ impl AnswerHandle {
                 lease,
             });
             match error {
-                Error::LinkClosed { reason, .. } => {
+                Error::State(StateFault::LinkClosed { reason, .. }) => {
                     failed(answers.queue_gone(reason, false), output)
                 }
                 error => failed(error, output),

@@ -11,7 +11,7 @@ use warpipe_testkit::{TempDir, temporary_folder};
 use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::{Queue, QueueOptions, Worker, WorkerOptions};
 use crate::device::Device;
-use crate::error::{Error, JobEnd, LimitFault, Result};
+use crate::error::{Error, JobEnd, LimitFault, Result, StateFault};
 use crate::hostile::alone;
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
@@ -118,7 +118,7 @@ impl<'a> FakeWorker<'a> {
         loop {
             match self.jobs.receive(&self.fixture.stream, SOON) {
                 Ok(job) => drop(job),
-                Err(Error::LinkClosed { .. }) => break,
+                Err(Error::State(StateFault::LinkClosed { .. })) => break,
                 Err(other) => panic!("a liar was told {other}"),
             }
         }
@@ -210,7 +210,7 @@ fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
         );
         let after = worker.lease(&fixture.stream, SOON);
         assert!(
-            matches!(after, Err(Error::LinkClosed { .. })),
+            matches!(after, Err(Error::State(StateFault::LinkClosed { .. }))),
             "after that came {after:?}"
         );
     }

@@ -8,7 +8,7 @@ use super::lease::{AnswerPublisher, Lease};
 use super::wire::DeliveryTag;
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::ipc::domain::Domain;
 use crate::ipc::{HANDSHAKE_TIMEOUT, Kind};
 use crate::nvtx;
@@ -110,7 +110,7 @@ impl Worker {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`], which is `graceful` after the queue's
     /// [shutdown](super::Queue::shutdown) or close: then a worker's loop is done;
-    /// [`Error::LinkClosed`] when the queue, which lives, has ended this worker's link;
+    /// [`StateFault::LinkClosed`] when the queue, which lives, has ended this worker's link;
     /// [`Error::Protocol`]; [`Error::State`]; errors of the device.
     pub fn lease<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Lease> {
         let _range = nvtx::range(nvtx::LEASE);
@@ -145,11 +145,10 @@ impl Worker {
                 .timed_out(|| format!("a job of {:?} (its queue has none to give)", self.queue())),
             Error::PeerGone { graceful, .. } => self.answers.queue_gone("", graceful),
             // The queue lives, and goes on without this worker.
-            Error::LinkClosed { reason, .. } => Error::LinkClosed {
-                kind: Kind::Queue,
-                name: self.queue().to_string(),
-                reason,
-            },
+            Error::State(StateFault::LinkClosed { reason, .. }) => {
+                let (kind, name) = (Kind::Queue, self.queue().to_string());
+                Error::State(StateFault::LinkClosed { kind, name, reason })
+            }
             other => other,
         }
     }

@@ -33,7 +33,7 @@ pub use self::steps::RING_STEPS;
 use crate::backend::{DeviceId, DeviceKind, DevicePtr};
 use crate::debug::opaque_debug;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Kind};
@@ -319,7 +319,7 @@ impl KernelRing {
     /// (2 MiB on CUDA) for the parameters and for each consumer.
     ///
     /// # Errors
-    /// [`Error::Argument`], [`Error::Name`], [`Error::File`], or an error of the device or the
+    /// [`Error::Argument`], [`Error::Name`], or an error of the device or the
     /// system. An error leaves nothing behind.
     pub fn new(name: &str, options: KernelRingOptions) -> Result<KernelRing> {
         let name = EndpointName::new(name)?;
@@ -503,8 +503,8 @@ impl KernelRing {
     /// its item. Synchronize the stream first.
     ///
     /// # Errors
-    /// [`Error::PeerGone`] for a consumer of a producer that has ended; [`Error::LinkClosed`] for a
-    /// producer without consumers, after [`stop`](Self::stop), and after the limit of looks.
+    /// [`Error::PeerGone`] for a consumer of a producer that has ended; [`StateFault::LinkClosed`]
+    /// for a producer without consumers, after [`stop`](Self::stop), and after the limit of looks.
     pub fn check(&self) -> Result<()> {
         self.owner_process.check()?;
         match RingEnd::of_status(self.page.at::<AtomicU64>(STATUS).load(Acquire)) {
@@ -514,10 +514,9 @@ impl KernelRing {
     }
 
     fn ended(&self, end: RingEnd) -> Error {
-        let closed = |reason: String| Error::LinkClosed {
-            kind: Kind::KernelRing,
-            name: self.name.clone(),
-            reason,
+        let closed = |reason: String| {
+            let (kind, name) = (Kind::KernelRing, self.name.clone());
+            Error::State(StateFault::LinkClosed { kind, name, reason })
         };
         let is_graceful = end == RingEnd::Closed;
         match (end, &self.held.memory) {

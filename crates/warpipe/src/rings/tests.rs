@@ -324,10 +324,10 @@ fn a_side_that_stops_ends_its_own_waits_and_its_steps() {
     assert!(
         matches!(
             &error,
-            Error::LinkClosed {
+            Error::State(StateFault::LinkClosed {
                 kind: Kind::KernelRing,
                 ..
-            }
+            })
         ) && error
             .hint()
             .is_some_and(|hint| hint.contains("open it again")),

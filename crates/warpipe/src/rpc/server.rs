@@ -126,7 +126,7 @@ impl Server {
     /// Begins to scan for clients of this service. No client needs to exist yet.
     ///
     /// # Errors
-    /// [`Error::Name`] (at most 40 bytes), [`Error::File`], or an error of the system.
+    /// [`Error::Name`] (at most 40 bytes), or an error of the system.
     pub fn new(service: &str, options: ServerOptions) -> Result<Server> {
         check_service_name(service)?;
         let (domain, device) = chosen_place(&options.domain, &options.device)?;

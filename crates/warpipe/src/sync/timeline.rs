@@ -127,7 +127,7 @@ impl Timeline {
     /// itself alone.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::File`], or an error of the device or the system. An error leaves
+    /// [`Error::Name`], or an error of the device or the system. An error leaves
     /// nothing behind.
     pub fn new(name: &str, options: CreateOptions) -> Result<Timeline> {
         let name = EndpointName::new(name)?;

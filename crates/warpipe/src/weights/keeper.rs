@@ -128,7 +128,7 @@ impl Keeper {
     /// older ones wait behind it.
     ///
     /// # Errors
-    /// [`Error::Name`](crate::Error::Name), [`Error::File`](crate::Error::File),
+    /// [`Error::Name`](crate::Error::Name),
     /// [`Error::Os`](crate::Error::Os).
     pub fn new(name: &str, options: KeeperOptions) -> Result<Keeper> {
         let name = weights_name(name)?;

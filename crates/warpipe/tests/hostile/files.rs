@@ -12,7 +12,7 @@ use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{
     Guarded, Scratch, alone, assert_delivers, command, domain_of_test, eventually, name, role,
 };
-use crate::{Device, Error, FileFault, NameFault, Publisher, PublisherOptions};
+use crate::{Device, Error, NameFault, Publisher, PublisherOptions};
 
 fn build(scratch: &Scratch) -> crate::Result<Publisher> {
     Publisher::new("a", scratch.domain.on(&Device::host()))
@@ -82,7 +82,7 @@ fn foreign_files_in_place_of_the_socket_or_the_lock_are_left_unchanged() {
             let before = portrait(&path);
             let error = build(&scratch).unwrap_err();
             assert!(
-                matches!(&error, Error::File(FileFault::Foreign { path: p, .. }) if *p == path),
+                matches!(&error, Error::Name(NameFault::Foreign { path: p, .. }) if *p == path),
                 "{what} at {file}: {error}"
             );
             assert!(

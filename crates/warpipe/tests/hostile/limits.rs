@@ -16,7 +16,7 @@ use crate::runtime::reactor::Reactor;
 use crate::runtime::reserve::RESERVE_MAX;
 use crate::{
     Device, Error, HandshakeFault, Layout, PeerState, Publisher, PublisherOptions, Queue,
-    Subscriber, SubscriberOptions, Worker,
+    StateFault, Subscriber, SubscriberOptions, Worker,
 };
 
 #[test]
@@ -241,7 +241,7 @@ fn a_subscriber_without_even_a_reserve_is_told_so_and_can_attach_again() {
         assert!(is_descriptor_limit(&told), "{told}");
         let over = subscriber.receive(&stream, LONG).unwrap_err();
         assert!(
-            matches!(&over, Error::LinkClosed { reason, .. } if reason.contains("descriptor")),
+            matches!(&over, Error::State(StateFault::LinkClosed { reason, .. }) if reason.contains("descriptor")),
             "{over}"
         );
         raise_descriptor_limit();

@@ -7,8 +7,7 @@ use rustix::process::Signal;
 
 use super::stage::{LONG, Scratch, TestProcess, alone, domain_of_test, next_order, role, stream};
 use crate::{
-    Device, Domain, EndpointName, Error, FileFault, NAME_BYTES_MAX, NameFault, Publisher,
-    Subscriber,
+    Device, Domain, EndpointName, Error, NAME_BYTES_MAX, NameFault, Publisher, Subscriber,
 };
 
 const BAD: [&str; 15] = [
@@ -88,7 +87,7 @@ fn a_huge_name_does_not_make_a_huge_error() {
 
 fn reason(path: impl AsRef<std::path::Path>) -> String {
     match Domain::at(path) {
-        Err(Error::File(FileFault::Domain { reason, .. })) => reason,
+        Err(Error::Name(NameFault::Domain { reason, .. })) => reason,
         other => panic!("{other:?}"),
     }
 }

@@ -14,7 +14,7 @@ use super::slot_fences::SlotFences;
 use crate::backend::StreamOp;
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StateFault};
 use crate::ipc::message::CloseReason;
 use crate::kind::Kind;
 use crate::memory::arena::{Arena, SlotId};
@@ -177,11 +177,11 @@ impl PublisherState {
     #[inline]
     pub(super) fn check(&self, to: Recipients, name: &str) -> Result<()> {
         match to {
-            Recipients::One(id) if !self.is_live(id) => Err(Error::LinkClosed {
+            Recipients::One(id) if !self.is_live(id) => Err(Error::State(StateFault::LinkClosed {
                 kind: Kind::Publisher,
                 name: name.to_string(),
                 reason: "the one it was meant for has gone".into(),
-            }),
+            })),
             _ => Ok(()),
         }
     }

@@ -212,7 +212,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use crate::device::Device;
-    use crate::error::Error;
+    use crate::error::{Error, StateFault};
     use crate::ipc::Kind;
     use crate::ipc::domain::Domain;
     use crate::pubsub::{
@@ -328,7 +328,7 @@ mod tests {
             let arrival = scene.take();
             arrival.receipt.link.return_slot(1);
             let end = scene.subscriber.receive(&scene.stream, SOON);
-            let Err(Error::LinkClosed { reason, .. }) = end else {
+            let Err(Error::State(StateFault::LinkClosed { reason, .. })) = end else {
                 panic!("{end:?}");
             };
             assert!(reason.contains("one that was set aside"), "{reason}");

@@ -139,7 +139,7 @@ impl Event {
     /// recorder leaves or dies.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the process has 4096; [`Error::File`], or an error of the
+    /// [`Error::Limit`] when the process has 4096; [`Error::Name`], or an error of the
     /// device or the system.
     pub fn new(options: CreateOptions) -> Result<Event> {
         let (domain, device) = chosen_place(&options.domain, &options.device)?;
@@ -206,7 +206,7 @@ impl Event {
     /// # Errors
     /// [`Error::Handle`]; [`Error::NotFound`] when its exporter is gone, or
     /// [`Error::PeerGone`] when it ends meanwhile; [`Error::Timeout`] when it does not answer;
-    /// [`Error::File`], [`Error::Refused`], [`Error::Handshake`], [`Error::Protocol`],
+    /// [`Error::Name`], [`Error::Refused`], [`Error::Handshake`], [`Error::Protocol`],
     /// [`Error::Handle`], or an error of the device or the system.
     pub fn open<'w>(
         handle: &EventHandle,

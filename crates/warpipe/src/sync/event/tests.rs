@@ -8,7 +8,7 @@ use super::event_table::EventRequest;
 use super::layout::LANES_PER_EVENT;
 use super::*;
 use crate::backend::testing::{Holding, Wrapped};
-use crate::error::FileFault;
+use crate::error::NameFault;
 use crate::ipc::domain::Domain;
 use crate::wait::Wait;
 
@@ -192,7 +192,7 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     handle.body.generation[0] ^= 1;
     assert!(matches!(
         stage.open(&handle),
-        Err(Error::File(FileFault::Domain { .. }))
+        Err(Error::Name(NameFault::Domain { .. }))
     ));
     assert!(
         !handle.body.domain.exists(),

@@ -380,7 +380,10 @@ fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
     drop(state);
     // Its failure could not be told, either.
     let end = worker.lease(stream, SOON);
-    assert!(matches!(end, Err(Error::LinkClosed { .. })), "{end:?}");
+    assert!(
+        matches!(end, Err(Error::State(StateFault::LinkClosed { .. }))),
+        "{end:?}"
+    );
 }
 
 #[test]
