@@ -93,16 +93,14 @@ fn dtype_of(dtype: u32) -> Result<DType> {
 }
 
 impl warpipe_layout {
+    #[inline]
     pub(crate) fn of(layout: &Layout) -> warpipe_layout {
-        let (mut shape, mut strides) = ([0; WARPIPE_RANK_MAX], [0; WARPIPE_RANK_MAX]);
-        let rank = layout.shape().len();
-        shape[..rank].copy_from_slice(layout.shape());
-        strides[..rank].copy_from_slice(layout.strides());
+        let (shape, strides) = (layout.shape(), layout.strides());
         warpipe_layout {
             dtype: u32::from(layout.dtype().code()) << 8 | u32::from(layout.dtype().bits()),
-            rank: rank as u32,
-            shape,
-            strides,
+            rank: shape.len() as u32,
+            shape: std::array::from_fn(|axis| shape.get(axis).copied().unwrap_or(0)),
+            strides: std::array::from_fn(|axis| strides.get(axis).copied().unwrap_or(0)),
             offset: layout.offset(),
             bytes: layout.bytes(),
         }
