@@ -87,13 +87,7 @@ pub fn array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<
             "memory of a GPU has no __array_interface__; use .numpy(), which copies",
         ));
     }
-    let Some(typestr) = typestr(memory.layout.dtype()) else {
-        let said = format!(
-            "__array_interface__ has no letter for {}; use .numpy()",
-            memory.layout.dtype()
-        );
-        return Err(PyAttributeError::new_err(said));
-    };
+    let typestr = letter(memory, "__array_interface__", ".numpy()")?;
     memory.settle(py)?;
     interface(py, memory, &typestr)
 }
@@ -106,13 +100,7 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
             "memory of the host has no __cuda_array_interface__; use .numpy()",
         ));
     }
-    let Some(typestr) = typestr(memory.layout.dtype()) else {
-        let said = format!(
-            "__cuda_array_interface__ has no letter for {}; use DLPack",
-            memory.layout.dtype()
-        );
-        return Err(PyAttributeError::new_err(said));
-    };
+    let typestr = letter(memory, "__cuda_array_interface__", "DLPack")?;
     // Nothing says which stream will use it.
     for consumer in likely(py, &memory.device)? {
         memory.hold.note(py, &consumer)?;
@@ -120,6 +108,12 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
     let dict = interface(py, memory, &typestr)?;
     dict.set_item("stream", py.detach(|| awaited(memory))?)?;
     Ok(dict)
+}
+
+fn letter(memory: &Memory, protocol: &str, next: &str) -> PyResult<String> {
+    let dtype = memory.layout.dtype();
+    let missing = || format!("{protocol} has no letter for {dtype}; use {next}");
+    typestr(dtype).ok_or_else(|| PyAttributeError::new_err(missing()))
 }
 
 /// The stream that already waits for the data; none if there is nothing to wait for.
@@ -139,25 +133,19 @@ fn awaited(memory: &Memory) -> Outcome<Option<usize>> {
 
 fn interface<'py>(py: Python<'py>, memory: &Memory, typestr: &str) -> PyResult<Bound<'py, PyDict>> {
     let layout = &memory.layout;
-    let address = if layout.elements() == 0 {
-        0
-    } else {
-        memory.address()
+    let address = match layout.elements() {
+        0 => 0,
+        _ => memory.address(),
     };
     let dict = PyDict::new(py);
     dict.set_item("version", 3)?;
     dict.set_item("shape", PyTuple::new(py, layout.shape())?)?;
     dict.set_item("typestr", typestr)?;
     dict.set_item("data", (address, memory.read_only))?;
-    if layout.is_contiguous() {
-        dict.set_item("strides", py.None())?;
-    } else {
-        let width = layout.dtype().bytes() as i64;
-        dict.set_item(
-            "strides",
-            PyTuple::new(py, layout.strides().iter().map(|stride| stride * width))?,
-        )?;
-    }
+    let width = layout.dtype().bytes() as i64;
+    let strides = layout.strides().iter().map(|stride| stride * width);
+    let strides = PyTuple::new(py, strides)?;
+    dict.set_item("strides", (!layout.is_contiguous()).then_some(strides))?;
     Ok(dict)
 }
 

@@ -95,10 +95,11 @@ pub unsafe fn export(
     }
     let exported = Box::into_raw(exported);
     let given = |flag: c_int| flags & flag == flag;
-    let format = if given(ffi::PyBUF_FORMAT) {
-        format(layout.dtype()).map_or(ptr::null_mut(), |format| format.as_ptr().cast_mut())
-    } else {
-        ptr::null_mut()
+    let format = format(layout.dtype()).filter(|_| given(ffi::PyBUF_FORMAT));
+    let format = format.map_or(ptr::null_mut(), |format| format.as_ptr().cast_mut());
+    let or_null = |flag, lengths: *mut isize| match given(flag) {
+        true => lengths,
+        false => ptr::null_mut(),
     };
     // SAFETY: `exported` was just made and lives until `release`; the caller's promise for `view`.
     unsafe {
@@ -109,16 +110,8 @@ pub unsafe fn export(
         (*view).readonly = c_int::from(memory.read_only);
         (*view).ndim = rank as c_int;
         (*view).format = format;
-        (*view).shape = if given(ffi::PyBUF_ND) {
-            (&raw mut (*exported).shape).cast()
-        } else {
-            ptr::null_mut()
-        };
-        (*view).strides = if given(ffi::PyBUF_STRIDES) {
-            (&raw mut (*exported).strides).cast()
-        } else {
-            ptr::null_mut()
-        };
+        (*view).shape = or_null(ffi::PyBUF_ND, (&raw mut (*exported).shape).cast());
+        (*view).strides = or_null(ffi::PyBUF_STRIDES, (&raw mut (*exported).strides).cast());
         (*view).suboffsets = ptr::null_mut();
         (*view).internal = exported.cast();
     }

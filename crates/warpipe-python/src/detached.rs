@@ -85,10 +85,7 @@ pub struct OwnStream(Arc<DropDetached<warpipe::Stream>>);
 impl OwnStream {
     /// A new one.
     pub fn new(py: Python<'_>, device: &warpipe::Device) -> PyResult<OwnStream> {
-        let made = py
-            .detach(|| device.stream())
-            .map_err(crate::errors::Fault::from)?;
-        Ok(OwnStream::of(made))
+        call(py, || device.stream()).map(OwnStream::of)
     }
 
     /// Wraps an existing one.

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 use warpipe::backend::{DeviceId, DeviceKind, cuda};
 
+use crate::detached::call;
 use crate::errors::{Fault, Outcome};
 use crate::thread_exit;
 
@@ -93,8 +94,8 @@ impl Device {
         let Some(Ok(ordinal)) = name.strip_prefix("cuda:").map(str::parse) else {
             return Device::identified(name);
         };
-        let opened = Python::attach(|py| py.detach(|| warpipe::Device::cuda(ordinal)));
-        Ok(Device::of(&opened.map_err(Fault::from)?))
+        let opened = Python::attach(|py| call(py, || warpipe::Device::cuda(ordinal)))?;
+        Ok(Device::of(&opened))
     }
 }
 

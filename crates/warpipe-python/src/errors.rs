@@ -29,15 +29,12 @@ pub type Outcome<T> = Result<T, Fault>;
 impl Fault {
     /// An endpoint is used after `close`; `name` is empty if it has none.
     pub fn closed(what: &str, name: &str) -> Fault {
-        let named = if name.is_empty() {
-            String::new()
-        } else {
-            format!(" of {name:?}")
+        let named = match name {
+            "" => String::new(),
+            _ => format!(" of {name:?}"),
         };
-        Fault::Own(
-            "ClosedError",
-            format!("the {what}{named} is closed; open a new one"),
-        )
+        let said = format!("the {what}{named} is closed; open a new one");
+        Fault::Own("ClosedError", said)
     }
 
     /// Memory is used after its release.
@@ -63,10 +60,8 @@ impl Fault {
         found: impl std::fmt::Display,
         allowed: impl std::fmt::Display,
     ) -> Fault {
-        Fault::Own(
-            "ArgumentError",
-            format!("{argument} is {found}; allowed is {allowed}"),
-        )
+        let said = format!("{argument} is {found}; allowed is {allowed}");
+        Fault::Own("ArgumentError", said)
     }
 
     /// An invalid element type.
@@ -76,10 +71,8 @@ impl Fault {
 
     /// An invalid layout.
     pub fn layout(reason: impl std::fmt::Display) -> Fault {
-        Fault::Own(
-            "LayoutError",
-            format!("not a usable tensor layout: {reason}"),
-        )
+        let said = format!("not a usable tensor layout: {reason}");
+        Fault::Own("LayoutError", said)
     }
 }
 

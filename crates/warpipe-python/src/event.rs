@@ -63,9 +63,8 @@ impl EventHandle {
 impl EventHandle {
     #[new]
     fn new(handle: &Bound<'_, PyAny>) -> PyResult<EventHandle> {
-        Ok(EventHandle {
-            inner: EventHandle::from_argument(handle)?,
-        })
+        let inner = EventHandle::from_argument(handle)?;
+        Ok(EventHandle { inner })
     }
 
     /// As bytes, of no fixed length.
@@ -142,10 +141,8 @@ impl Event {
     ) -> PyResult<Py<Event>> {
         let handle = EventHandle::from_argument(handle)?;
         let device = Device::or_preferred(device);
-        let options = OpenOptions {
-            domain: domain.map(|domain| domain.inner),
-            device: Some(device),
-        };
+        let (domain, device) = (domain.map(|domain| domain.inner), Some(device));
+        let options = OpenOptions { domain, device };
         let open = |wait: Wait<'_>| warpipe::Event::open(&handle, options, wait);
         Event::new(py, awaited(py, None, open)?)
     }
@@ -154,9 +151,8 @@ impl Event {
     ///
     /// Raises ``ClosedError``, ``DriverError``.
     fn handle(&self, py: Python<'_>) -> PyResult<EventHandle> {
-        Ok(EventHandle {
-            inner: py.detach(|| Outcome::Ok(self.handle.get()?.handle()?))?,
-        })
+        let inner = py.detach(|| Outcome::Ok(self.handle.get()?.handle()?))?;
+        Ok(EventHandle { inner })
     }
 
     /// CUDA's own event, for calls that take one, or None. A wait for it has CUDA's semantics: it

@@ -82,12 +82,10 @@ impl LegacyHandle {
         })?;
         // SAFETY: the caller's promise, as the text above says; the address is looked up and not
         // trusted.
-        let exported = py.detach(|| unsafe {
+        let inner = call(py, || unsafe {
             warpipe::LegacyHandle::export(&device, address, source.layout.bytes())
-        });
-        Ok(LegacyHandle {
-            inner: exported.map_err(Fault::from)?,
-        })
+        })?;
+        Ok(LegacyHandle { inner })
     }
 
     /// ``cuIpcOpenMemHandle``: maps the memory here. An allocation that is open already, or that

@@ -4,17 +4,17 @@
 //! | module | contents |
 //! | --- | --- |
 //! | `device`, `domain`, `stream` | devices, the directory of names, the order of work |
-//! | `publisher`, `outgoing`, `frame` | the channel |
-//! | `loan`, `slot` | memory on loan: `SampleMut`, queue inputs, outputs |
+//! | `publisher`, `frame` | the channel |
+//! | `loan` | memory on loan: `SampleMut`, queue inputs, outputs |
 //! | `tensor` | common to frames, loans and views: held memory as an array of any framework |
 //! | `view`, `memory_owner` | other memory as a tensor, and its release |
-//! | `shared_memory`, `ticket`, `pool`, `legacy` | owners of memory, and its names |
+//! | `shared_memory`, `pool`, `legacy` | owners of memory, and its names |
 //! | `allocations` | memory of other libraries, shared: the half of `warpipe.torch` |
 //! | `timeline`, `event`, `semaphore` | synchronisation between streams of processes |
 //! | `kernel_ring` | items from kernel to kernel |
 //! | `members` | the members of a domain |
-//! | `closeable`, `handle` | the base of the classes that Python closes, and their handles |
-//! | `jobs`, `job_endpoint`, `job` | what queues and clients submit, and results |
+//! | `handle` | the base of the classes that Python closes, and their handles |
+//! | `jobs`, `job` | what queues and clients submit, and results |
 //! | `lease` | what workers and servers take |
 //! | `future` | `JobHandle` and `Pending`: the outcome of a job or a request |
 //! | `receiver` | common to subscribers, workers and servers |
@@ -38,11 +38,12 @@
 //! there are no cycles to collect.
 //!
 //! Names and texts of queues, clients, workers and servers are in `python/warpipe/_queue.py`, those of
-//! subscribers in `_receivers.py`, over `jobs` and `receiver`. What calls Python alone is in Python, too, and set on the classes at import:
-//! `_arrays.py`, `_futures.py`, `_members.py`, `_objects.py`, `weights.py`; the watch of weights is `_watch.py`. So are the words for what
-//! cannot be sent, and names: `_devices.py`, `_dtypes.py`, `_metadata.py`, `_tensors.py`. Iterations
-//! are native, and a method in Python returns
-//! at once what a native wait gave it: a signal's handler that runs in between would lose that.
+//! subscribers in `_receivers.py`, over `jobs` and `receiver`. What calls Python alone is in Python, too,
+//! and set on the classes at import: `_arrays.py`, `_futures.py`, `_members.py`, `_objects.py`,
+//! `weights.py`; the watch of weights is `_watch.py`. So are the words for what cannot be sent, and
+//! names: `_devices.py`, `_dtypes.py`, `_metadata.py`, `_tensors.py`. Iterations are native, and a
+//! method in Python returns at once what a native wait gave it: a signal's handler that runs in between
+//! would lose that.
 //!
 //! A new part of the library becomes a module here, a line in `_warpipe`, and its classes in
 //! `python/warpipe/__init__.py` and `stubs/types.pyi`.

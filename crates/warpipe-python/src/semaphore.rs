@@ -228,16 +228,21 @@ impl Semaphore {
 }
 
 impl Permit {
-    /// Does this with the permit; nothing if it has been released.
+    /// Releases it, after the work of the consumer that is chosen; nothing if it has been released.
     fn end(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&mut HeldPermit) -> Outcome<()> + Send,
+        choose: impl FnOnce(Option<Consumer>) -> Option<Consumer> + Send,
     ) -> PyResult<()> {
         // No call has it longer than this one.
-        let held = self.handle.take()?.and_then(Arc::into_inner);
-        let end = |held: DropDetached<HeldPermit>| work(&mut held.into_inner());
-        Ok(py.detach(|| held.map_or(Ok(()), end))?)
+        let Some(held) = self.handle.take()?.and_then(Arc::into_inner) else {
+            return Ok(());
+        };
+        Ok(py.detach(|| {
+            let mut held = held.into_inner();
+            held.consumer = choose(held.consumer.take());
+            held.give_back()
+        })?)
     }
 }
 
@@ -256,19 +261,13 @@ impl Permit {
     #[pyo3(signature = (*, stream = None))]
     fn release(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
         let asked = Consumer::optional(py, &self.device, stream)?;
-        self.end(py, |held| {
-            held.consumer = asked.or(held.consumer.take());
-            held.give_back()
-        })
+        self.end(py, |own| asked.or(own))
     }
 
     /// Releases it now: the next holder does not wait for this holder's device work. Releasing
     /// twice is no error.
     fn release_now(&self, py: Python<'_>) -> PyResult<()> {
-        self.end(py, |held| {
-            held.consumer = None;
-            held.give_back()
-        })
+        self.end(py, |_| None)
     }
 
     fn __enter__(slf: Py<Permit>) -> PyResult<Py<Permit>> {

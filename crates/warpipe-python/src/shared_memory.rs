@@ -140,13 +140,11 @@ impl Published {
     #[pyo3(signature = (offset = 0, nbytes = None))]
     fn ticket(&self, py: Python<'_>, offset: u64, nbytes: Option<u64>) -> PyResult<Ticket> {
         let published = self.handle.get()?;
-        let inner = py.detach(|| match nbytes {
+        let inner = call(py, || match nbytes {
             Some(nbytes) => published.ticket(offset..offset.saturating_add(nbytes)),
             None => published.ticket(offset..),
-        });
-        Ok(Ticket {
-            inner: inner.map_err(Fault::from)?,
-        })
+        })?;
+        Ok(Ticket { inner })
     }
 }
 
@@ -287,9 +285,8 @@ impl Ticket {
 impl Ticket {
     #[new]
     fn new(ticket: &Bound<'_, PyAny>) -> PyResult<Ticket> {
-        Ok(Ticket {
-            inner: Ticket::from_argument(ticket)?,
-        })
+        let inner = Ticket::from_argument(ticket)?;
+        Ok(Ticket { inner })
     }
 
     /// A ticket for the memory published under ``name``, now or later.
@@ -298,9 +295,9 @@ impl Ticket {
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None))]
     fn to(name: &str, domain: Option<Domain>) -> PyResult<Ticket> {
-        let domain = Domain::or_usual(domain)?;
+        let inner = warpipe::Ticket::to(&Domain::or_usual(domain)?, name);
         Ok(Ticket {
-            inner: warpipe::Ticket::to(&domain, name).map_err(Fault::from)?,
+            inner: inner.map_err(Fault::from)?,
         })
     }
 

@@ -46,10 +46,9 @@ pub fn _slow_fill(
     let (stream, words) = (stream.get().inner()?, memory.layout.bytes() / 8);
     // SAFETY: the words lie in the loan, which is this caller's to write until it is sent behind
     // this stream.
-    let filled = py.detach(|| unsafe {
+    call(py, || unsafe {
         warpipe_kernels::slow_fill(stream, memory.lowest, words, seed, delay)
-    });
-    Ok(filled.map_err(Fault::from)?)
+    })
 }
 
 /// Sends the bytes 0 to ``count`` as a tensor that runs backwards, as a publisher in Rust can.

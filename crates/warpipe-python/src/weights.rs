@@ -75,11 +75,13 @@ fn owner_of(domain: &Path, opened: weights::SharedWeights) -> Arc<MemoryOwner> {
             && other.device().info().id == opened.device().info().id
             && other.is_same(&opened)
     };
+    let owned = |opened| {
+        let weights = OwnedMemory::Weights(OpenWeights::of(opened));
+        Arc::new(MemoryOwner::new(weights))
+    };
     // Never blocks on the list: a forked child may find it locked for ever.
     let Ok(mut known) = KNOWN.try_lock() else {
-        return Arc::new(MemoryOwner::new(OwnedMemory::Weights(OpenWeights::of(
-            opened,
-        ))));
+        return owned(opened);
     };
     let found = known
         .iter()
@@ -89,9 +91,7 @@ fn owner_of(domain: &Path, opened: weights::SharedWeights) -> Arc<MemoryOwner> {
     if let Some(found) = found {
         return found;
     }
-    let owner = Arc::new(MemoryOwner::new(OwnedMemory::Weights(OpenWeights::of(
-        opened,
-    ))));
+    let owner = owned(opened);
     known.retain(|one| one.home.is_here() && one.owner.strong_count() > 0);
     known.push(Known {
         home: Home::here(),
