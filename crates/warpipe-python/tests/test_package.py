@@ -243,7 +243,7 @@ WITHOUT_COUNTERPART = {
     **dict.fromkeys(["PARTS_MAX", "PART_NAME_BYTES_MAX"], "limits that the messages say"),
     **dict.fromkeys(
         ["DeviceFault", "HandleFault", "HandshakeFault", "Expiry", "Holder", "JobEnd", "PeerLimit",
-         "PointerKind", "FileFault", "LimitFault", "Loss", "NameFault", "StateFault", "WeightsFault", "WeightsFileFault",
+         "PointerKind", "LimitFault", "Loss", "NameFault", "StateFault", "WeightsFault", "WeightsFileFault",
          "WeightsDifference"],
         "the exception's message and attributes",
     ),
