@@ -110,7 +110,7 @@ impl warpipe_layout {
         self.checked(|layout| Ok(*layout))
     }
 
-    /// Checks it, and passes it to `work` where it was written: it is slow to move right after that.
+    /// Checks it, and passes it to `work` where it was written: a move right after that is slow.
     #[inline(always)]
     pub(crate) fn checked<R>(&self, work: impl FnOnce(&Layout) -> Result<R>) -> Result<R> {
         let rank = self.rank as usize;

@@ -103,8 +103,8 @@ pub(crate) struct Unpassed {
     pub(crate) loan: Option<Box<Loan>>,
 }
 
-/// Passes a loan of a queue, a client or a lease to `work`. One that `work` returns with its failure
-/// stays the caller's.
+/// Passes a loan of a queue, a client or a lease to `work`. One that `work` returns with its
+/// failure stays the caller's.
 pub(crate) fn pass<R, E: Into<Unpassed>>(
     loan: *mut warpipe_loan,
     work: impl FnOnce(Loan) -> Result<R, E>,
