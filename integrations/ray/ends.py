@@ -173,49 +173,58 @@ def process_batch(transport, ways):
     """As `batch`, of processes beside the one that gives to all and takes from all."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "warpipe_ray"])
-    started = []
-    for _ in ways:
-        ours, theirs = context.Pipe()
-        child = context.Process(target=process, args=(theirs,))
-        child.start()
-        theirs.close()
-        started.append((child, ours))
-    for (child, pipe), way in zip(started, ways, strict=True):
-        mine = Object(transport)
-        pipe.send((mine.name, mine.metadata))
-        assert taken(transport, *pipe.recv()) == 8
-        pipe.send("collected")
-        if way == "SIGKILL":
+    started, objects = [], []
+    try:
+        for _ in ways:
+            ours, theirs = context.Pipe()
+            child = context.Process(target=process, args=(theirs,))
+            child.start()
+            theirs.close()
+            started.append((child, ours))
+        for (child, pipe), way in zip(started, ways, strict=True):
+            mine = Object(transport)
+            objects.append(mine)
             pipe.send((mine.name, mine.metadata))
-            # Somewhere in the transfer there, or before the one here.
-            time.sleep(random.uniform(0, 0.002))
+            assert taken(transport, *pipe.recv()) == 8
+            pipe.send("collected")
+            if way == "SIGKILL":
+                pipe.send((mine.name, mine.metadata))
+                # Somewhere in the transfer there, or before the one here.
+                time.sleep(random.uniform(0, 0.002))
+                child.kill()
+                try:
+                    taken(transport, *pipe.recv())
+                except (EOFError, ConnectionResetError, warpipe_ray.SourceGoneError):
+                    pass
+            else:
+                pipe.send(way)
+        for child, _ in started:
+            child.join(LIMIT_SECONDS)
+            if child.exitcode is None:
+                raise AssertionError("a process did not end")
+    finally:
+        # Of an interrupted batch some are left.
+        for child, pipe in started:
             child.kill()
-            try:
-                taken(transport, *pipe.recv())
-            except (EOFError, ConnectionResetError, warpipe_ray.SourceGoneError):
-                pass
-        else:
-            pipe.send(way)
-        mine.collect()
-        pipe.close()
-    for child, _ in started:
-        child.join(LIMIT_SECONDS)
-        if child.exitcode is None:
-            raise AssertionError("a process did not end")
-        child.close()
+            child.join(LIMIT_SECONDS)
+            pipe.close()
+        for mine in objects:
+            mine.collect()
 
 
 def rest(receiver, wanted):
-    """What the receiver and the driver have, once that is no more than wanted, or after the limit."""
-    end = time.monotonic() + LIMIT_SECONDS
+    """What the receiver and the driver have, once that is no more than wanted, or after the limit. Of nothing wanted, once
+    two looks are the same: what has just ended may still be on its way."""
+    end, before = time.monotonic() + LIMIT_SECONDS, None
     while True:
         found = {"driver": held()}
         if not isinstance(receiver, Transport):
             found["receiver"] = ray.get(receiver.held.remote(), timeout=LIMIT_SECONDS)
         pairs = [(f"{at} {what}", count, (wanted or found)[at][what]) for at in found for what, count in found[at].items()]
         over = {what: count for what, count, most in pairs if count > most}
-        if not over or time.monotonic() > end:
+        if (not over and (wanted or found == before)) or time.monotonic() > end:
             return found, over
+        before = found
         time.sleep(0.2)
 
 
