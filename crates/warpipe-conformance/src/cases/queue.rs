@@ -70,6 +70,10 @@ pub(super) const CASES: &[Case] = &[
         drain_and_shutdown,
     ),
     Case::new(
+        "a queue that closes while its worker is stopped, with no room for a message, ends its loop",
+        close_without_room,
+    ),
+    Case::new(
         "a worker gets an error when its queue's owner is killed",
         deaths::killed_owner,
     )
@@ -371,6 +375,31 @@ fn lease_timeout(context: &Context) -> Result<()> {
     leased_lines(&mut hung)?;
     hung.dismiss()
 }
+
+fn close_without_room(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let queue = context.queue("jobs")?;
+    let mut peer = worker(context, "jobs")?;
+    peer.send(&Order::Task(Task::Work { slow_us: 0 }))?;
+    let mut results = Vec::new();
+    for seed in 0..KEPT {
+        let job = submit(&queue, &stream, seed, Duration::ZERO)?;
+        results.push(wait(&job, &stream, seed, 1)?);
+    }
+    peer.stop()?;
+    // Each returns its memory by a message.
+    drop(results);
+    drop(queue);
+    peer.go_on()?;
+    ensure!(
+        leased_lines(&mut peer)? == KEPT,
+        "it did all, and has seen a graceful close"
+    );
+    peer.dismiss()
+}
+
+/// More messages than a socket has room for.
+const KEPT: u64 = 600;
 
 /// The most that are tried as heirs of a job, one after the other.
 const HEIRS: u32 = 20;

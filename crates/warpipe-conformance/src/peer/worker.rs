@@ -104,7 +104,7 @@ impl WorkerActor {
                     complete(lease, Duration::from_micros(slow_us))?;
                     done += 1;
                 }
-                Err(Error::PeerGone { .. }) => return Ok(done),
+                Err(Error::PeerGone { graceful: true, .. }) => return Ok(done),
                 Err(error) => return Err(error.into()),
             }
         }

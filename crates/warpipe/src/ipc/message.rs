@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    SendFlags, sockopt,
 };
 use serde::{Deserialize, Serialize};
 
@@ -165,6 +165,12 @@ impl Message {
         matches!(self, Hello { .. } | Welcome { .. } | SessionOpened { .. })
     }
 
+    /// Whether its sender says no more on a ring, or in a session.
+    fn is_last(&self) -> bool {
+        use Message::{Close, CloseReplies, Refused};
+        matches!(self, Close(_) | CloseReplies(_) | Refused { .. })
+    }
+
     pub(crate) fn unexpected(&self, wanted: &'static str) -> HandshakeFault {
         HandshakeFault::Unexpected {
             found: self.name(),
@@ -185,7 +191,7 @@ pub(crate) fn text(message: impl ToString) -> String {
 }
 
 /// Sends one message without blocking, the first one with this process's lifeline. `EAGAIN` means
-/// that the peer does not read.
+/// that the peer does not read; there is room for the last one in any case.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     message: &Message,
@@ -203,7 +209,26 @@ pub(crate) fn send(
     debug_assert_eq!(fds.len(), message.descriptors());
     let mut packet = frame(VERSION).to_vec();
     packet.extend(postcard::to_stdvec(message).map_err(|_| Errno::MSGSIZE)?);
-    send_packet(socket, &packet, &fds)
+    match send_packet(socket, &packet, &fds) {
+        Err(Errno::AGAIN) if message.is_last() => {
+            with_more_room(socket, || send_packet(socket, &packet, &fds))
+        }
+        sent => sent,
+    }
+}
+
+/// Without its last message a peer that was stopped would take the end for a death. `SO_SNDBUF`,
+/// `socket(7)`: the kernel sets twice what it is told.
+fn with_more_room(
+    socket: BorrowedFd<'_>,
+    send: impl FnOnce() -> std::result::Result<(), Errno>,
+) -> std::result::Result<(), Errno> {
+    let room = sockopt::socket_send_buffer_size(socket)?;
+    sockopt::set_socket_send_buffer_size(socket, room)?;
+    let sent = send();
+    // The other ring's last message finds room, too.
+    let _ = sockopt::set_socket_send_buffer_size(socket, room / 2);
+    sent
 }
 
 /// [`send`] with descriptors of a reply, as many as one may have.
@@ -446,6 +471,28 @@ mod tests {
     fn pair() -> (OwnedFd, OwnedFd) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+    }
+
+    #[test]
+    fn the_last_messages_find_room_in_a_socket_that_is_not_read() {
+        let (own, theirs) = pair();
+        let say = |message: &Message| send(theirs.as_fd(), message, &[]);
+        let returned = Message::Returned { positions: vec![7] };
+        let count = (0..).take_while(|_| say(&returned).is_ok()).count();
+        assert_eq!(say(&returned), Err(Errno::AGAIN));
+        let last = [Message::Close, Message::CloseReplies].map(|of| of(CloseReason::Closed));
+        for message in &last {
+            assert_eq!(say(message), Ok(()));
+            assert_eq!(say(&returned), Err(Errno::AGAIN), "no room for others");
+        }
+        drop(theirs);
+        for wanted in std::iter::repeat_n(&returned, count).chain(&last) {
+            let found = receive(own.as_fd(), "a").unwrap();
+            assert!(
+                matches!(&found, Received::Message(it, _) if it == wanted),
+                "{found:?}"
+            );
+        }
     }
 
     #[test]
