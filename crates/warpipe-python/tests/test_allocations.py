@@ -221,11 +221,12 @@ def test_an_order_holds_for_its_message_alone(device):
     queue = spawn.Queue()
     blocks = [storages.plain(device) for _ in range(3)]
     storages.Source.orders.clear()
-    queue.put(_messages.Ordered((blocks[0], [blocks[1]]), "an event"))
+    order = {0: "an event"}
+    queue.put(_messages.Ordered((blocks[0], [blocks[1]]), order))
     queue.put(blocks[2])
     assert queue.get(timeout=LIMIT_SECONDS) == (blocks[0], [blocks[1]])
     assert queue.get(timeout=LIMIT_SECONDS) is blocks[2]
-    assert storages.Source.orders == ["an event", "an event", None]
+    assert storages.Source.orders == [order, order, {}]
     queue.close()
     queue.join_thread()
 
@@ -235,7 +236,7 @@ def test_a_queue_is_told_of_the_message_that_it_was_given_if_that_cannot_be_pick
     queue._on_queue_feeder_error = lambda error, message: told.append((str(error), message))
     queue._on_queue_feeder_error.__name__ = "_on_queue_feeder_error"
     messages = storages.Unpicklable(), storages.Unpicklable()
-    queue.put(_messages.Ordered(messages[0], None))
+    queue.put(_messages.Ordered(messages[0], {}))
     queue.put(messages[1])
     until(lambda: len(told) == 2, "the errors")
     assert told == [("cannot be pickled", message) for message in messages]
