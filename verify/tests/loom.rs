@@ -160,7 +160,7 @@ catch! {
     a_taken_object_whose_key_stays_open: table::REUSED, "handle/table.rs", "slot.state.store(next, Release)", Store, Omitted;
     an_object_put_back_in_two_steps: table::PUT_BACK, "handle/table.rs", "self.slot.state.fetch_sub(units, AcqRel)", Rmw, Split;
     an_entry_given_in_two_steps: table::REUSED, "handle/table.rs", ".compare_exchange(head, changed(head, next), AcqRel, Acquire)", Rmw, Split;
-    an_entry_freed_in_two_steps: table::REUSED, "handle/table.rs", ".compare_exchange(head, changed(head, index + 1), AcqRel, Relaxed)", Rmw, Split;
+    an_entry_freed_in_two_steps: table::REUSED, "handle/table.rs", ".compare_exchange(head, changed(head, slot.index + 1), AcqRel, Relaxed)", Rmw, Split;
     an_item_awaited_in_no_order: kernel_ring::WHOLE, "rings/host_ring.rs", "while word.load(Acquire) < due", Load, Order(Relaxed);
     an_item_that_is_not_awaited: kernel_ring::WHOLE, "rings/host_ring.rs", "while word.load(Acquire) < due", Load, Says(9);
     an_item_passed_on_without_a_fence: kernel_ring::WHOLE, "rings/host_ring.rs", "fence(AcqRel);", Fence, Omitted;
