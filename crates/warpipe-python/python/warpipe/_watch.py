@@ -63,6 +63,7 @@ class _Board:
         with self.lock:
             if (self.given, self.given_by) == (version, threading.get_ident()):
                 self.given = before
+                self.tell(version)
 
 
 def _follow(board: _Board, place: _Place, watch: weakref.ref[Watch]) -> None:
