@@ -232,6 +232,9 @@ impl Named {
 #[derive(Debug)]
 pub struct Bare {
     handle: CloseableHandle<()>,
+    /// The number that it begins after.
+    #[pyo3(get, name = "_after")]
+    after: u64,
 }
 
 impl Bare {
@@ -244,9 +247,9 @@ impl Bare {
 #[pymethods]
 impl Bare {
     #[new]
-    fn new(name: &str) -> PyResult<PyClassInitializer<Bare>> {
+    fn new(name: &str, after: u64) -> PyResult<PyClassInitializer<Bare>> {
         let handle = CloseableHandle::new("watch", name, ())?;
-        Ok(handle.named().add_subclass(Bare { handle }))
+        Ok(handle.named().add_subclass(Bare { handle, after }))
     }
 
     /// Raises ``ClosedError``.

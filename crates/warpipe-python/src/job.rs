@@ -141,7 +141,10 @@ impl Results {
         result: DropDetached<warpipe::JobResult>,
     ) -> PyResult<Py<Result>> {
         let result = hand_over(py, result, |unused| {
-            locked(&self.endpoint.unused).push(unused);
+            // The handler may have closed the queue.
+            if self.endpoint.end().is_ok() {
+                locked(&self.endpoint.unused).push(unused);
+            }
         })?;
         Result::new(py, result.into_inner(), &self.endpoint.context.device)
     }

@@ -243,7 +243,7 @@ impl Jobs {
     /// stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.endpoint.handle.close(py)?;
-        locked(&self.endpoint.unused).clear();
+        self.endpoint.forget_unused();
         self.endpoint.context.settle(py)
     }
 }
@@ -252,6 +252,9 @@ impl Drop for Jobs {
     fn drop(&mut self) {
         // No caller is left to get an error.
         self.endpoint.handle.end();
+        if self.endpoint.handle.check().is_ok() {
+            self.endpoint.forget_unused();
+        }
     }
 }
 
@@ -345,6 +348,12 @@ impl JobEndpoint {
         self.handle
             .open()?
             .ok_or_else(|| Error::State(StateFault::QueueClosed(self.name.clone())).into())
+    }
+
+    /// Drops them without the lock, which a thread may want that has the interpreter.
+    fn forget_unused(&self) {
+        let unused = std::mem::take(&mut *locked(&self.unused));
+        drop(unused);
     }
 
     fn borrow(

@@ -136,7 +136,7 @@ mod _warpipe {
         },
         timeline::Timeline,
         view::View,
-        wait::_check_seconds,
+        wait::_seconds,
         weights::{
             _keep_weights, _open_weights, _verify_weights, _version_after, Follower, Keeper,
             PublishedWeights, SharedWeights,

@@ -106,10 +106,10 @@ pub fn optional(value: Option<Seconds>, argument: &str) -> PyResult<Option<Durat
     value.map(|value| seconds(value, argument)).transpose()
 }
 
-/// An error unless it is one that a wait takes.
+/// The limit of a wait as a float; an error unless it is one.
 #[pyfunction]
-pub fn _check_seconds(timeout: Limit) {
-    let _ = timeout;
+pub fn _seconds(timeout: Limit) -> Option<f64> {
+    timeout.0.map(|timeout| timeout.as_secs_f64())
 }
 
 /// Repeats `look`, which waits no longer than its argument, until it gives something or `timeout`

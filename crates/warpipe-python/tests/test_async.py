@@ -444,6 +444,18 @@ def test_a_loop_that_is_closed_in_the_middle_leaves_nothing_behind(queue, worker
     assert run(of(handle)).attempt == 1
 
 
+def test_a_wait_in_a_loop_that_polls_no_descriptors_leaves_none_open(worker):
+    async def go():
+        before = len(os.listdir("/proc/self/fd"))
+        asyncio.get_running_loop().add_reader = None
+        with pytest.raises(TypeError):
+            await worker.lease_async()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    worker.fileno()
+    run(go())
+
+
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "soon"])
 def test_a_wrong_timeout_is_refused_as_by_the_waits_that_block(worker, server, link, domain, wrong):
     _publisher, subscriber = link

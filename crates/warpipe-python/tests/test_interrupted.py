@@ -102,7 +102,7 @@ def interrupted_by(wait, arrival, handler=lambda: None, by=signal.SIGUSR1, slice
     assert not faults
 
 
-def interrupted_behind(items):
+def interrupted_behind(items, handler=lambda: None):
     """The next of the items, one that is there. Another thread gets the interpreter as soon as this one lets go of it,
     and sends a signal with a handler that raises: None if that comes first."""
     begun, found = [], None
@@ -118,7 +118,7 @@ def interrupted_behind(items):
     other, interval = threading.Thread(target=keep_the_interpreter), sys.getswitchinterval()
     sys.setswitchinterval(0.05)
     try:
-        with a_handler_that_raises(signal.SIGUSR1, lambda: None):
+        with a_handler_that_raises(signal.SIGUSR1, handler):
             other.start()
             try:
                 begun.append(None)
@@ -144,6 +144,22 @@ def test_a_result_that_was_taken_as_a_signal_came_is_the_next_one(queue, worker,
         result = found or (asyncio.run(anext_of(results)) if number % 2 else next(results))
         assert result.numpy()[0] == number
         assert next(queue.results(LIMIT_SECONDS), None) is None
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_result_that_an_interrupt_kept_from_its_caller_ends_with_its_queue(domain, device, is_closed):
+    before = device.bytes_held
+    queue = warpipe.Queue("jobs", domain=domain, device=device)
+    results = queue.results(LIMIT_SECONDS)
+    with warpipe.Worker("jobs", domain=domain, device=device) as worker:
+        queue.submit(np.array([1]))
+        worker.lease(LIMIT_SECONDS).complete(np.array([1]))
+    until(lambda: queue.state.finished == 1, "the result")
+    found = interrupted_behind(results, queue.close if is_closed else lambda: None)
+    kept = queue if is_closed else results
+    del found, queue
+    until(lambda: device.bytes_held == before, "the end of the result")
+    assert kept
 
 
 async def anext_of(results):

@@ -5,8 +5,10 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import types
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from conftest import LIMIT_SECONDS, until
@@ -14,6 +16,7 @@ from peers import kill, process, said
 from test_processes import kills
 
 import warpipe
+from warpipe import _messages
 
 torch = pytest.importorskip("torch")
 
@@ -266,6 +269,25 @@ def test_a_message_is_ordered_behind_each_stream_of_its_thread_but_the_default_o
     monkeypatch.setattr(carried, "_current_stream", streams.__getitem__)
     assert carried._order() == {1: "behind 7", 2: carried._CAPTURED}
     assert asked.current == 0
+
+
+class Nested:
+    def __reduce__(self):
+        return Nested.rebuilt, (bytes(ForkingPickler.dumps(Order())),)
+
+    rebuilt = staticmethod(pickle.loads)
+
+
+class Order:
+    def __reduce__(self):
+        return dict, (list(_messages.current().order.items()),)
+
+
+def test_a_message_within_a_message_is_ordered_behind_the_same(monkeypatch):
+    monkeypatch.setattr(carried, "_order", lambda: {1: "behind"})
+    queue = mp.Queue()
+    queue.put([Order(), Nested()])
+    assert queue.get(timeout=LIMIT_SECONDS) == [{1: "behind"}] * 2
 
 
 @pytest.mark.parametrize("context", [multiprocessing.get_context("spawn"), mp])

@@ -1,6 +1,9 @@
 """Model weights: what is published is what is read, in one memory, from one version."""
 
 import asyncio
+import contextlib
+import decimal
+import fractions
 import gc
 import os
 import pickle
@@ -12,7 +15,7 @@ import pytest
 from conftest import LIMIT_SECONDS, until
 
 import warpipe
-from warpipe import weights
+from warpipe import _warpipe, weights
 
 
 @pytest.fixture
@@ -272,6 +275,43 @@ def test_an_interrupt_behind_the_wait_of_a_watch_leaves_the_version_the_next(kee
         assert not interrupts and select.select([watch], [], [], 0)[0], "the version is there still"
         assert watch.changes(LIMIT_SECONDS).version == 1
         assert watch.changes(0.0) is None
+
+
+@pytest.mark.parametrize("found", [KeyboardInterrupt, "none", "the one before"])
+def test_a_version_that_is_told_while_a_watch_looks_stays_told(keeper, publish, options, monkeypatch, found):
+    look = _warpipe._open_weights
+
+    def looked(*given):
+        weights = None if found == "none" else look(*given)
+        publish({"a": np.ones(1)})
+        until(lambda: watch._board.told == keeper.version, "the number")
+        monkeypatch.undo()
+        if found is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return weights
+
+    with weights.watch("llama", **options) as watch:
+        if found != "none":
+            publish({"a": np.ones(1)})
+        monkeypatch.setattr(_warpipe, "_open_weights", looked)
+        with contextlib.suppress(KeyboardInterrupt):
+            assert getattr(watch.changes(0.0), "version", "none") == {"none": "none", "the one before": 1}[found]
+        assert select.select([watch], [], [], 0)[0], "the version is there still"
+        assert watch.changes(0.0).version == keeper.version
+        assert not select.select([watch], [], [], 0)[0] and watch.changes(0.0) is None
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 64, 1.5, "1", None])
+def test_a_watch_begins_after_a_number_alone(options, wrong):
+    with pytest.raises((OverflowError, TypeError)):
+        weights.watch("llama", **options, after=wrong)
+
+
+@pytest.mark.parametrize("timeout", [decimal.Decimal("0.01"), fractions.Fraction(1, 100), np.float32(0.01)])
+def test_a_watch_waits_so_many_seconds_of_any_number(domain, options, timeout):
+    with weights.watch("llama", **options) as watch, warpipe.Members.watch(domain) as members:
+        assert watch.changes(timeout) is None and asyncio.run(watch.changes_async(timeout)) is None
+        assert asyncio.run(members.changes_async(timeout)) is None
 
 
 def test_a_watch_goes_on_while_the_keeper_is_replaced(domain, publish, options):

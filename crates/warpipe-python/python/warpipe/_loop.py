@@ -54,7 +54,11 @@ class _Hub:
         # One of its own: the endpoint may be closed meanwhile, and then its number is the next
         # one's.
         self._descriptor = os.dup(doorbell.fileno())
-        loop.add_reader(self._descriptor, self._ring)
+        try:
+            loop.add_reader(self._descriptor, self._ring)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
 
     @staticmethod
     def of(what: Hashable, doorbell: Callable[[], Doorbell]) -> _Hub:

@@ -15,8 +15,7 @@ def changes_async(self: Any, timeout: float | None = 10.0) -> Coroutine[Any, Any
 
     Raises as ``changes``.
     """
-    _warpipe._check_seconds(timeout)
-    return rung_of(self, lambda: self.changes(0), timeout)
+    return rung_of(self, lambda: self.changes(0), _warpipe._seconds(timeout))
 
 
 async def next_change(self: Any) -> Any:

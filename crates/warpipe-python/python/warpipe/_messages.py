@@ -52,7 +52,9 @@ def as_message(pipe: Connection | None, failures: type[BaseException], call: Cal
     ``failures`` it is taken back. Not for ``with``: an interrupt may come where an ``__exit__`` begins."""
     outer = current()
     whole = outer if pipe is None else None
-    inner = Message(pipe if whole is None else whole.pipe)
+    inner = Message(pipe)
+    if whole is not None:
+        inner.pipe, inner.order = whole.pipe, whole.order
     try:
         _state.message = inner
         call(*given)

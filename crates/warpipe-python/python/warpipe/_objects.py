@@ -52,7 +52,7 @@ _NEXT: dict[type, str] = {
 
 _WORDS: dict[type, Any] = {
     _warpipe.Device: lambda self: f"Device('{'host' if self.kind == 'host' else f'cuda:{self.ordinal}'}')",
-    _warpipe.Domain: lambda self: f'Domain("{self.path}")',
+    _warpipe.Domain: lambda self: f"Domain({str(self.path)!r})",
     _warpipe.EventHandle: lambda self: f"EventHandle('{self}')",
     _warpipe.LegacyHandle: lambda self: f"LegacyHandle(nbytes={self.nbytes}, pid={self.pid})",
     _warpipe.Stream: lambda self: f"Stream({self.device.uuid}, {self.ptr:#x})",

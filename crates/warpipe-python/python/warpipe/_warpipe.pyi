@@ -887,8 +887,8 @@ def _end() -> None:
     """``atexit`` calls this: closes all open endpoints, and waits for running callbacks."""
 def _has_open() -> bool:
     """Whether an endpoint is open in this process."""
-def _check_seconds(timeout: float | None) -> None:
-    """An error unless it is one that a wait takes."""
+def _seconds(timeout: float | None) -> float | None:
+    """The limit of a wait as a float; an error unless it is one."""
 def _run_command(arguments: Sequence[str], executable: str) -> int:
     """Runs a command line and returns its exit code. ``executable`` starts this interpreter again, in
     the children of ``demo`` and ``doctor``.
@@ -2023,7 +2023,8 @@ class PublishedWeights(_Named):
 @disjoint_base
 class _Bare(_Named):
     """The base of a watch that Python makes of other calls."""
-    def __new__(cls, name: str) -> Self: ...
+    _after: int
+    def __new__(cls, name: str, after: int) -> Self: ...
     def _check(self) -> None: ...
     def __reduce__(self) -> Never: ...
 

@@ -50,13 +50,19 @@ class _Board:
             self.changed.notify_all()
 
     def give(self, version: int) -> bool:
-        """Whether a version is the next to be given out: from now on it has been."""
+        """Whether a version is the next to be given out: from now on it has been. A later one stays told."""
         with self.lock:
             is_next = version > self.given
             if is_next:
                 self.given, self.given_by = version, threading.get_ident()
-            self.tell(self.given)
+            self.tell(max(self.told % _FAILED, self.given))
         return is_next
+
+    def find_none(self, told: int) -> None:
+        """There was none for what had been told, or an error. What was told meanwhile stays."""
+        with self.lock:
+            if self.told == told:
+                self.tell(self.given)
 
     def take_back(self, version: int, before: int) -> None:
         """Has a version that this thread was to give out be the next once more."""
@@ -117,8 +123,8 @@ class Watch(_warpipe._Bare):
         on: Callable[[_warpipe.SharedWeights], object] | None = None,
     ) -> Self:
         domain = domain if isinstance(domain, _warpipe.Domain) else _warpipe.Domain(domain)
-        self = super().__new__(cls, name)
-        self._board, self._place, self._on = _Board(after), (name, _warpipe.Device(device), domain), on
+        self = super().__new__(cls, name, after)
+        self._board, self._place, self._on = _Board(self._after), (name, _warpipe.Device(device), domain), on
         work, shared = _follow if on is None else _call, (self._board, self._place, weakref.ref(self))
         threading.Thread(target=work, args=shared, name="warpipe-watch", daemon=True).start()
         return self
@@ -129,29 +135,30 @@ class Watch(_warpipe._Bare):
 
         Raises ``ArgumentError`` if this watch has a callback, which gets the versions; ``ClosedError``, and as ``open``.
         """
-        _warpipe._check_seconds(timeout)
+        timeout = _warpipe._seconds(timeout)
         self._check()
         if self._on is not None:
             raise ArgumentError("on is a callback, which gets the versions; allowed is a watch without `on`")
         board, end, left = self._board, end_of(timeout), timeout
         while True:
             weights: _warpipe.SharedWeights | None = None
-            before = board.given
+            told, before = board.told, board.given
             try:
                 weights = _warpipe._open_weights(*self._place, left, before, self, True)
-                # Another thread may have taken it. A later one is told again.
+                # Another thread may have taken it.
                 is_next = weights is not None and board.give(weights.version)
+            except Error:
+                board.find_none(told)
+                raise
             except BaseException:
-                if weights is None:
-                    board.tell(before)
-                else:
+                if weights is not None:
                     board.take_back(weights.version, before)
                 raise
             # No signal's handler runs from here to the caller.
             if is_next:
                 return weights
             if weights is None:
-                board.tell(before)
+                board.find_none(told)
                 if left is not None and left <= 0:
                     return None
             left = None if timeout is None else max(0.0, end - time.monotonic())
