@@ -22,7 +22,7 @@ domain, where = sys.argv[1:]
 both = dict(domain=domain, device=where)
 stream, other = warpipe.Stream(where), warpipe.Stream(where)
 _warpipe._preload(stream)
-fills, ends, given = warpipe.Publisher("fills", **both).loan((8,), "uint64"), threading.Event(), 0
+fills, ends, given = warpipe.Timeline.create("fills", **both), threading.Event(), 0
 owner, timeline = warpipe.Timeline.create("gate", **both), warpipe.Timeline.create("t", **both)
 gate, opened = warpipe.Timeline.open("gate", **both), warpipe.Timeline.open("t", **both)
 
@@ -74,10 +74,11 @@ def meanwhile(work):
 
 
 def fill_up():
-    '''Gives the stream work until there is no more room for it, and until it is told to end.'''
+    '''Gives the stream signals until there is no more room for them, and until it is told to end. Behind a kernel that
+    is held up, a driver holds up a copy from the host to any stream, too.'''
     global given
     while not ends.is_set():
-        _warpipe._slow_fill(fills, stream, 1, 0.0)
+        fills.signal(given + 1, stream=stream)
         given += 1
 
 
@@ -199,8 +200,8 @@ filler.join()
 print("held" if was_held_up else "at once")
 """
 
-# Of a stream's launch queue, which takes 1,020 on an H200, and holds those of a row's own.
-FULL = 900
+# Signals that fit, at most, into a launch queue of 1,020 operations beside those of a row's own; each is two at most.
+FULL = 400
 
 # A row that stands still says where.
 PYTHON = [sys.executable, "-X", "faulthandler", "-c"]
