@@ -30,21 +30,19 @@ pub(super) fn known(found: &PointerInfo) -> Option<IpcBytes> {
 }
 
 /// Which allocation lies at its base from now on, and the driver's handle of it, which is returned.
-/// Nothing reports that one is freed, so those of the device are looked up when there is no room.
+/// Nothing reports that one is freed, so all are looked up when there is no room.
 pub(super) fn remember(found: &PointerInfo, raw: IpcBytes, device: &Device) -> Result<IpcBytes> {
-    let key = (found.owner, found.base);
-    let is_live = |&(owner, base): &(DeviceId, DevicePtr), allocation| {
-        let found_now = device.backend().locate(base);
-        owner != found.owner || found_now.is_ok_and(|found| is_of(&found, base, allocation))
-    };
-    insert(
-        &mut exports(),
-        EXPORTS_MAX,
-        key,
-        (found.allocation, raw),
-        is_live,
-    )?;
+    let (key, export) = ((found.owner, found.base), (found.allocation, raw));
+    let is_live = |key: &_, allocation| is_live(device, key, allocation);
+    insert(&mut exports(), EXPORTS_MAX, key, export, is_live)?;
     Ok(raw)
+}
+
+/// Whether it is still there, as far as the device can tell: a GPU knows the others' addresses.
+fn is_live(device: &Device, &(owner, base): &(DeviceId, DevicePtr), allocation: u64) -> bool {
+    let found = || device.backend().locate(base);
+    owner.kind != device.info().id.kind
+        || found().map_or(true, |found| is_of(&found, base, allocation))
 }
 
 fn insert(
@@ -103,6 +101,8 @@ pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::DeviceKind;
+    use crate::backend::testing::{Failing, Wrapped};
 
     #[test]
     fn freed_allocations_make_room_for_others_and_live_ones_do_not() {
@@ -121,5 +121,25 @@ mod tests {
         assert!(add(3, &[]).unwrap_err().to_string().contains("at most 2"));
         assert_eq!(add(3, &[1]).unwrap(), 2);
         assert!(add(4, &[1]).is_err(), "1 is forgotten, 2 and 3 are live");
+    }
+
+    #[test]
+    fn an_allocation_makes_room_once_it_is_known_to_be_freed_on_whichever_gpu() {
+        let hook = Wrapped::new(Device::host().backend().clone(), Failing::default());
+        let device = Device::from_backend(hook.clone());
+        let base = device.backend().allocate_plain(64).unwrap();
+        let found = device.backend().locate(base).unwrap();
+        let (kind, uuid) = (found.owner.kind, [9; 16]);
+        let owners = [found.owner, DeviceId { kind, uuid }];
+        let live = || owners.map(|owner| is_live(&device, &(owner, base), found.allocation));
+        assert_eq!(live(), [true; 2]);
+        // SAFETY: allocated above, and used by nothing.
+        unsafe { device.backend().free_plain(base) }.unwrap();
+        hook.hook().aim("locate", 1);
+        assert_eq!(live(), [true, false], "the first look-up failed");
+        assert_eq!(live(), [false; 2]);
+        let kind = DeviceKind::Cuda;
+        let of_a_gpu = (DeviceId { kind, uuid }, base);
+        assert!(is_live(&device, &of_a_gpu, 1), "the host cannot tell");
     }
 }
