@@ -70,7 +70,7 @@ pub(super) const CASES: &[Case] = &[
         drain_and_shutdown,
     ),
     Case::new(
-        "a queue that closes while its worker is stopped, with no room for a message, ends its loop",
+        "a queue that grows and closes while its worker is stopped, with no room for a message, ends its loop",
         close_without_room,
     ),
     Case::new(
@@ -387,8 +387,14 @@ fn close_without_room(context: &Context) -> Result<()> {
         results.push(wait(&job, &stream, seed, 1)?);
     }
     peer.stop()?;
-    // Each returns its memory by a message.
+    // Each returns its memory by a message, until one alone is tried again.
     drop(results);
+    ensure!(
+        eventually(PATIENCE, || warpipe::process_stats().dropping <= 1),
+        "they are back, but for what is tried again"
+    );
+    // This announces a region.
+    drop(queue.loan(&input_layout(1 << 20)?)?);
     drop(queue);
     peer.go_on()?;
     ensure!(

@@ -8,6 +8,7 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -21,10 +22,11 @@ use crate::backend::{Access, DeviceId};
 use crate::error::PeerLimit;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
+use crate::fork::per_process::PerProcess;
 use crate::fork::{CloseOnForkFd, NoForkSection};
 use crate::ipc::{FDS_MAX, Kind, NOTIFICATION};
 use crate::os::{self, is_shortage, received_fds, take_standard};
-use crate::runtime::closer::{PeerFd, PeerSocket, peek, peer_of};
+use crate::runtime::closer::{PeerFd, PeerSocket, SEND_BYTES, peek, peer_of};
 use crate::runtime::reserve;
 use crate::shm::segment::VERSION;
 
@@ -165,10 +167,16 @@ impl Message {
         matches!(self, Hello { .. } | Welcome { .. } | SessionOpened { .. })
     }
 
-    /// Whether its sender says no more on a ring, or in a session.
-    fn is_last(&self) -> bool {
-        use Message::{Close, CloseReplies, Refused};
-        matches!(self, Close(_) | CloseReplies(_) | Refused { .. })
+    /// The part of the socket's buffer (`SO_SNDBUF`) that it may fill: without the last message a
+    /// peer that was stopped would take the end for a death, and without a region it would lose its
+    /// link. The others are tried again, or answer a peer that reads.
+    fn room(&self) -> usize {
+        use Message::{Close, CloseRegion, CloseReplies, MetadataPage, Refused, Region};
+        match self {
+            Close(_) | CloseReplies(_) | Refused { .. } => 2 * SEND_BYTES,
+            Region { .. } | CloseRegion { .. } | MetadataPage => SEND_BYTES * 3 / 2,
+            _ => SEND_BYTES,
+        }
     }
 
     pub(crate) fn unexpected(&self, wanted: &'static str) -> HandshakeFault {
@@ -191,7 +199,7 @@ pub(crate) fn text(message: impl ToString) -> String {
 }
 
 /// Sends one message without blocking, the first one with this process's lifeline. `EAGAIN` means
-/// that the peer does not read; there is room for the last one in any case.
+/// that the peer does not read.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     message: &Message,
@@ -210,24 +218,26 @@ pub(crate) fn send(
     let mut packet = frame(VERSION).to_vec();
     packet.extend(postcard::to_stdvec(message).map_err(|_| Errno::MSGSIZE)?);
     match send_packet(socket, &packet, &fds) {
-        Err(Errno::AGAIN) if message.is_last() => {
-            with_more_room(socket, || send_packet(socket, &packet, &fds))
+        Err(Errno::AGAIN) if message.room() > SEND_BYTES => {
+            with_room(socket, message.room(), || {
+                send_packet(socket, &packet, &fds)
+            })
         }
         sent => sent,
     }
 }
 
-/// Without its last message a peer that was stopped would take the end for a death. `SO_SNDBUF`,
-/// `socket(7)`: the kernel sets twice what it is told.
-fn with_more_room(
+fn with_room(
     socket: BorrowedFd<'_>,
+    bytes: usize,
     send: impl FnOnce() -> std::result::Result<(), Errno>,
 ) -> std::result::Result<(), Errno> {
-    let room = sockopt::socket_send_buffer_size(socket)?;
-    sockopt::set_socket_send_buffer_size(socket, room)?;
+    // Another thread may have a message of the link's other ring.
+    static TURN: PerProcess<Mutex<()>> = PerProcess::new();
+    let _turn = TURN.lock();
+    sockopt::set_socket_send_buffer_size(socket, bytes)?;
     let sent = send();
-    // The other ring's last message finds room, too.
-    let _ = sockopt::set_socket_send_buffer_size(socket, room / 2);
+    let _ = sockopt::set_socket_send_buffer_size(socket, SEND_BYTES);
     sent
 }
 
@@ -474,19 +484,35 @@ mod tests {
     }
 
     #[test]
-    fn the_last_messages_find_room_in_a_socket_that_is_not_read() {
+    fn regions_and_last_messages_find_room_in_a_socket_that_is_not_read() {
         let (own, theirs) = pair();
-        let say = |message: &Message| send(theirs.as_fd(), message, &[]);
-        let returned = Message::Returned { positions: vec![7] };
-        let count = (0..).take_while(|_| say(&returned).is_ok()).count();
-        assert_eq!(say(&returned), Err(Errno::AGAIN));
-        let last = [Message::Close, Message::CloseReplies].map(|of| of(CloseReason::Closed));
-        for message in &last {
-            assert_eq!(say(message), Ok(()));
-            assert_eq!(say(&returned), Err(Errno::AGAIN), "no room for others");
+        // As much as it may have, as where the system's default is that.
+        sockopt::set_socket_send_buffer_size(&theirs, 1 << 30).unwrap();
+        let theirs = PeerSocket::from(CloseOnForkFd::new(theirs).unwrap());
+        let memory = std::fs::File::open("/dev/null").unwrap();
+        let say = |message: &Message| {
+            let fds = vec![memory.as_fd(); message.descriptors()];
+            send(theirs.as_fd(), message, &fds)
+        };
+        let close = [Message::Close, Message::CloseReplies].map(|of| of(CloseReason::Closed));
+        let [first, last] = [vec![Message::MetadataPage], close.to_vec()];
+        let others = [
+            Message::Returned { positions: vec![7] },
+            Message::CloseRegion { id: 7 },
+        ];
+        let mut said = Vec::new();
+        for (message, behind) in others.iter().zip([first, last]) {
+            let sent = || say(message).is_ok().then(|| message.clone());
+            said.extend(std::iter::from_fn(sent));
+            for message in behind {
+                assert_eq!(say(&message), Ok(()), "{message:?}");
+                assert_eq!(say(&others[0]), Err(Errno::AGAIN), "no room for others");
+                said.push(message);
+            }
+            assert_eq!(say(message), Err(Errno::AGAIN));
         }
         drop(theirs);
-        for wanted in std::iter::repeat_n(&returned, count).chain(&last) {
+        for wanted in &said {
             let found = receive(own.as_fd(), "a").unwrap();
             assert!(
                 matches!(&found, Received::Message(it, _) if it == wanted),

@@ -48,6 +48,9 @@ const UNREAD_MAX: usize = 64;
 /// The stack of a thread that closes one descriptor.
 const STACK_BYTES: usize = 128 << 10;
 
+/// `SO_SNDBUF` of a [`PeerSocket`]: the kernel doubles it (`socket(7)`), to what Linux gives.
+pub(crate) const SEND_BYTES: usize = 106_496;
+
 /// A connected socket with its other end in another process.
 #[derive(Debug)]
 pub(crate) struct PeerSocket {
@@ -56,6 +59,8 @@ pub(crate) struct PeerSocket {
 
 impl From<CloseOnForkFd> for PeerSocket {
     fn from(fd: CloseOnForkFd) -> PeerSocket {
+        // One with all the room that a socket may have would have no more for a last message.
+        let _ = sockopt::set_socket_send_buffer_size(&fd, SEND_BYTES);
         PeerSocket { fd }
     }
 }
