@@ -11,6 +11,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 
 use self::state::{SessionState, has_closed};
 use super::client_handshake::{Answer, ClientHandshake, HandshakeLimit};
@@ -145,7 +146,14 @@ impl ClientSession {
             None => Message::Request { serial, body },
             Some(_) => Message::MemoryRequest { serial, body },
         };
-        match message::send(inner.socket.as_fd(), &message, &fds) {
+        let sent = inner.until(&wait, |requests, is_late| {
+            match message::send(inner.socket.as_fd(), &message, &fds) {
+                // It does not read now. If it never will, the wait for its answer says so.
+                Err(Errno::AGAIN) if !is_late => requests.is_over.then_some(Ok(())),
+                sent => Some(sent),
+            }
+        });
+        match sent {
             // The server has closed. The reactor reads the messages that it sent before, its
             // graceful close for one, and then ends this wait.
             Err(error) if has_closed(error) => {
@@ -154,7 +162,7 @@ impl ClientSession {
             Err(error) => {
                 inner.requests.locked().open.remove(&serial);
                 inner.replied.notify_all();
-                return Err(inner.unsent(error));
+                return Err(inner.unsent(error, wait.limit()));
             }
             Ok(()) => {}
         }
@@ -171,7 +179,7 @@ impl ClientSession {
         }
         let (serial, body) = (inner.next_serial.fetch_add(1, SeqCst), body.to_vec());
         let sent = inner.send(&Message::Request { serial, body });
-        sent.map_err(|error| inner.unsent(error))
+        sent.map_err(|error| inner.unsent(error, Duration::ZERO))
     }
 
     pub(crate) fn name(&self) -> &str {

@@ -138,14 +138,11 @@ impl SessionState {
         message::send(self.socket.as_fd(), message, &[])
     }
 
-    pub(super) fn unsent(&self, error: Errno) -> Error {
+    pub(super) fn unsent(&self, error: Errno, waited: Duration) -> Error {
         match error {
             error if has_closed(error) => self.owner_gone(),
             // The server does not read its socket: it is stopped, or hung.
-            Errno::AGAIN => Error::timeout(
-                format!("{:?} to read its socket", self.name),
-                Duration::ZERO,
-            ),
+            Errno::AGAIN => Error::timeout(format!("{:?} to read its socket", self.name), waited),
             other => Error::os("sendmsg", format!("a request to {:?}", self.name), other),
         }
     }
@@ -172,7 +169,7 @@ impl SessionState {
 
     /// Sleeps until `look` finds a value, as it does when it is told that the wait is over. It
     /// looks after each change of a request, and every [`RETRY_INTERVAL`].
-    fn until<T>(
+    pub(super) fn until<T>(
         &self,
         wait: &Wait<'_>,
         mut look: impl FnMut(&mut PendingRequests, bool) -> Option<T>,

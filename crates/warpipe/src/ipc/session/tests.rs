@@ -200,6 +200,35 @@ fn a_request_beyond_the_limit_waits_until_another_one_is_answered() {
 }
 
 #[test]
+fn a_request_waits_for_room_at_a_server_that_does_not_read_for_a_while() {
+    let gate = Arc::<Mutex<()>>::default();
+    let handler = SilentHandler {
+        gate: gate.clone(),
+        ends: None,
+    };
+    let held = gate.locked();
+    let (folder, server, session) = connect_to("busy", handler);
+    session.observe(Arc::new(IgnoresAll)).unwrap();
+    while session.post(b"a word").is_ok() {}
+    let timeout = Duration::from_millis(20);
+    let result = session.request(b"anybody?", timeout).map(drop);
+    assert!(
+        matches!(result, Err(Error::Timeout { waited, .. }) if waited == timeout),
+        "{result:?}"
+    );
+    std::thread::scope(|scope| {
+        let request = scope.spawn(|| session.request(b"room?", Duration::from_secs(60)).map(drop));
+        while session.inner.requests.locked().open.is_empty() && !request.is_finished() {
+            std::thread::yield_now();
+        }
+        drop(held);
+        request.join().unwrap().unwrap();
+    });
+    drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
 fn a_cancelled_request_ends_with_a_timeout_wherever_it_waits() {
     // The session has no observer, so no reply is read.
     let (folder, server, session) = connect("off");
