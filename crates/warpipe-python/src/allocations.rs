@@ -164,12 +164,8 @@ impl AllocationClient {
         let opened = handle.wait(py, timeout.0, |client, wait| {
             client.open_share(number, wait)
         })?;
-        View::object(
-            py,
-            "the allocation",
-            OwnedMemory::Lent(opened),
-            OpenAllocation,
-        )
+        let memory = OwnedMemory::Lent(opened);
+        View::object(py, "the allocation", memory, OpenAllocation)
     }
 }
 

@@ -68,11 +68,8 @@ managed!(
 
 /// The type and number of a device, as `__dlpack_device__` says them.
 pub fn device_of(device: &warpipe::Device) -> (i32, i32) {
-    let DLDevice {
-        device_type,
-        device_id,
-    } = DLDevice::of(device);
-    (device_type, device_id)
+    let device = DLDevice::of(device);
+    (device.device_type, device.device_id)
 }
 
 /// Which of the two capsules is meant by a consumer's newest version.

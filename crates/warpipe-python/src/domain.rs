@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 
-use warpipe::{OpenOptions, Wait};
+use warpipe::{CreateOptions, OpenOptions, Wait};
 
 use crate::detached::call;
 use crate::device::Device;
@@ -73,6 +73,19 @@ pub fn opened<T: Send>(
     Ok((awaited(py, wait.0, |wait| open(options, wait))?, device))
 }
 
+/// Options of something that is made there, for these users and groups beside this process's own.
+pub fn creation(
+    (domain, device): (&warpipe::Domain, &Device),
+    allow_uids: Vec<u32>,
+    allow_gids: Vec<u32>,
+) -> CreateOptions {
+    CreateOptions {
+        allow_uids,
+        allow_gids,
+        ..domain.on(device)
+    }
+}
+
 #[pymethods]
 impl Domain {
     #[new]
@@ -83,9 +96,8 @@ impl Domain {
             (Some(path), None) => warpipe::Domain::at(path),
             (Some(path), Some(owner)) => warpipe::Domain::of_user(path, owner),
             (None, Some(_)) => {
-                return Err(
-                    Fault::argument("path", "missing", "the directory that `owner` owns").into(),
-                );
+                let allowed = "the directory that `owner` owns";
+                return Err(Fault::argument("path", "missing", allowed).into());
             }
         };
         Ok(Domain {
@@ -105,10 +117,8 @@ impl Domain {
     /// it could not be determined.
     fn endpoints<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let found = call(py, || self.inner.endpoints())?;
-        found
-            .iter()
-            .map(|endpoint| tuples::endpoint_info(py, endpoint))
-            .collect()
+        let info = |endpoint| tuples::endpoint_info(py, endpoint);
+        found.iter().map(info).collect()
     }
 
     /// Removes the files of dead endpoints, and nothing else. Returns their names.

@@ -139,9 +139,6 @@ macro_rules! exceptions {
                     $(dict.set_item(stringify!($name), $value)?;)*
                     Ok($class)
                 })*
-                Error::Os { call, source, .. } => {
-                    fill_system_call(dict, call, source.raw_os_error())
-                }
                 _ => Ok("Error"),
             }
         }
@@ -149,7 +146,13 @@ macro_rules! exceptions {
 }
 
 exceptions! {
-    Error::Device { fault, .. } => of_device(*fault), (fault: format!("{fault:?}"));
+    Error::Os { call, source, .. } => "SystemCallError",
+        (call: call, code: source.raw_os_error());
+    Error::Device { fault, .. } => match fault {
+        DeviceFault::NoPermission => "DevicePermissionError",
+        DeviceFault::NoSuchDevice => "NoSuchDeviceError",
+        _ => "DeviceError",
+    }, (fault: format!("{fault:?}"));
     Error::Driver { call, code, name, .. } => "DriverError",
         (call: call, code: code, driver_name: name);
     Error::Limit(LimitFault::Device { bytes, .. }) => "DeviceMemoryError", (nbytes: bytes);
@@ -189,7 +192,8 @@ exceptions! {
     Error::Timeout { waited, .. } => "TimeoutError", (waited: waited.as_secs_f64());
     Error::Weights(WeightsFault::File { path, .. }) => "WeightsFileError", (path: path);
     Error::Weights(WeightsFault::Unverified { name, version, tensors, .. }) =>
-        of_weights(tensors), (endpoint: name, version: version, tensors: tensors);
+        if tensors.is_empty() { "WeightsUnhashedError" } else { "WeightsDamagedError" },
+        (endpoint: name, version: version, tensors: tensors);
     Error::Weights(WeightsFault::Mismatch { difference, .. }) => "WeightsMismatchError",
         (missing: &difference.missing, unexpected: &difference.unexpected,
          different: at_other_places(&difference.different), uncomputed: Vec::<String>::new());
@@ -197,7 +201,11 @@ exceptions! {
         (endpoint: name, job: job, reasons: reasons);
     Error::Job { name, job, end: JobEnd::Rejected { reason }, .. } => "RejectedError",
         (endpoint: name, job: job, reason: reason);
-    Error::Job { name, job, end, .. } => of_job(end), (endpoint: name, job: job);
+    Error::Job { name, job, end, .. } => match end {
+        JobEnd::Expired => "DeadlinePassedError",
+        JobEnd::Taken => "NoSuchJobError",
+        _ => "JobError",
+    }, (endpoint: name, job: job);
     Error::State(StateFault::Capturing(_)) => "CapturingError", ();
     Error::State(StateFault::NotRecorded(event)) => "EventNotRecordedError", (event: event);
     Error::State(StateFault::QueueClosed(name)) => "QueueClosedError", (endpoint: name);
@@ -205,46 +213,6 @@ exceptions! {
     Error::State(StateFault::Forked) => "ForkedError", ();
     Error::Argument { argument: "tensor layout", .. } => "LayoutError", ();
     Error::Argument { .. } => "ArgumentError", ();
-}
-
-fn of_job(end: &JobEnd) -> &'static str {
-    match end {
-        JobEnd::Expired => "DeadlinePassedError",
-        JobEnd::Taken => "NoSuchJobError",
-        _ => "JobError",
-    }
-}
-
-/// The class of a device's fault: of a family of Python's own, if there is one.
-fn of_device(fault: DeviceFault) -> &'static str {
-    match fault {
-        DeviceFault::NoPermission => "DevicePermissionError",
-        DeviceFault::NoSuchDevice => "NoSuchDeviceError",
-        _ => "DeviceError",
-    }
-}
-
-fn of_weights(damaged: &[String]) -> &'static str {
-    match damaged {
-        [] => "WeightsUnhashedError",
-        _ => "WeightsDamagedError",
-    }
-}
-
-/// The call, and what an ``OSError`` has.
-fn fill_system_call(
-    dict: &Bound<'_, PyDict>,
-    call: &str,
-    code: Option<i32>,
-) -> PyResult<&'static str> {
-    dict.set_item("call", call)?;
-    dict.set_item("code", code)?;
-    if let Some(code) = code {
-        let said = dict.py().import("os")?.call_method1("strerror", (code,))?;
-        dict.set_item("errno", code)?;
-        dict.set_item("strerror", said)?;
-    }
-    Ok("SystemCallError")
 }
 
 /// The names of tensors that lie elsewhere, each with the reason.

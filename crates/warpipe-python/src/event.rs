@@ -6,7 +6,7 @@ use warpipe::{OpenOptions, Wait};
 
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::{Domain, place};
+use crate::domain::{Domain, creation, place};
 use crate::errors::Outcome;
 use crate::handle::{Closeable, CloseableHandle};
 use crate::legacy::parsed;
@@ -28,17 +28,10 @@ pub struct Event {
 }
 
 /// One recording of an event, for ``Event.check``.
-#[pyclass(frozen, module = "warpipe", eq, hash)]
+#[pyclass(frozen, module = "warpipe", eq, hash, str = "Recording({inner})")]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Recording {
     inner: warpipe::Recording,
-}
-
-#[pymethods]
-impl Recording {
-    fn __repr__(&self) -> String {
-        format!("Recording({})", self.inner)
-    }
 }
 
 /// Names an event to other processes. It goes as text (``str(handle)``), as bytes, or pickled.
@@ -116,14 +109,8 @@ impl Event {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Event>> {
         let (domain, device) = place(domain, device)?;
-        let made = call(py, || {
-            warpipe::Event::new(warpipe::CreateOptions {
-                allow_uids,
-                allow_gids,
-                ..domain.on(&device)
-            })
-        })?;
-        Event::new(py, made)
+        let options = creation((&domain, &device), allow_uids, allow_gids);
+        Event::new(py, call(py, || warpipe::Event::new(options))?)
     }
 
     /// Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the

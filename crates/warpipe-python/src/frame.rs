@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::exceptions::{PyKeyError, PyTypeError};
+use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyIterator, PyMapping, PyString, PyTuple};
-use warpipe::{Layout, Stream};
+use pyo3::types::{PyBytes, PyDict, PyIterator, PyMapping, PyTuple};
+use warpipe::Layout;
 
-use crate::errors::{Fault, Outcome};
+use crate::errors::Outcome;
 use crate::memory::{Memory, MemoryHolder, SampleHolder};
 use crate::tensor::{Held, Holding};
 use crate::tuples::Info;
@@ -223,10 +223,8 @@ impl FrameParts {
     /// The layouts of its tensors and its device, for ``repr``.
     #[getter]
     fn _described(slf: &Bound<'_, FrameParts>) -> String {
-        let parts = slf.get().parts.iter();
-        let parts: Vec<String> = parts
-            .map(|it| format!("{:?}: {:?}", it.name, it.layout))
-            .collect();
+        let words = |it: &warpipe::Part| format!("{:?}: {:?}", it.name, it.layout);
+        let parts: Vec<String> = slf.get().parts.iter().map(words).collect();
         let tensor = slf.as_super().as_super().as_super().get();
         tensor.described_as(&format!("{{{}}}", parts.join(", ")))
     }
@@ -245,23 +243,8 @@ pub fn items<'py, T: FromPyObjectOwned<'py>>(
     argument: &str,
     mapping: &Bound<'py, PyMapping>,
 ) -> PyResult<Vec<(String, T)>> {
-    if mapping.is_empty()? {
-        let allowed = "at least one named tensor";
-        return Err(Fault::argument(argument, "an empty mapping", allowed).into());
-    }
-    let named = |pair: Bound<'py, PyAny>| {
-        let (name, value) = pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
-        match name.extract() {
-            Ok(name) => Ok((name, value.extract().map_err(Into::into)?)),
-            Err(error) if name.is_instance_of::<PyString>() => Err(error),
-            Err(_) => {
-                let (name, class) = (name.repr()?, name.get_type().qualname()?);
-                let said = format!("the name {name} is a {class}; names of tensors are texts");
-                Err(PyTypeError::new_err(said))
-            }
-        }
-    };
-    mapping.items()?.iter().map(named).collect()
+    let words = mapping.py().import("warpipe._tensors")?;
+    words.call_method1("items", (argument, mapping))?.extract()
 }
 
 /// What was found for the tensor of this name; an error notes the name.
@@ -270,14 +253,6 @@ pub fn noted<T>(py: Python<'_>, name: &str, found: PyResult<T>) -> PyResult<T> {
         error.add_note(py, format!("while processing the tensor {name:?}"))?;
         Err(error)
     })
-}
-
-/// A stream behind all of these, the last of them.
-pub fn behind_all(streams: Vec<Stream>, own: &Stream) -> Outcome<Stream> {
-    let mut streams = streams.into_iter().rev();
-    let last = streams.next().unwrap_or_else(|| own.clone());
-    streams.try_for_each(|other| last.wait_for(&other))?;
-    Ok(last)
 }
 
 /// The bytes of a sample, or of one of its parts, that begin at this address.

@@ -306,7 +306,11 @@ pub struct JobHandle;
 /// Dropping or cancelling it cancels the request. It keeps the reply as long as it lives.
 #[pyclass(frozen, extends = Future, module = "warpipe")]
 #[derive(Debug)]
-pub struct Pending;
+pub struct Pending {
+    /// The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``.
+    #[pyo3(get)]
+    deadline_ns: u64,
+}
 
 /// The future of a job, a ``JobHandle``, or of a request, a ``Pending``.
 pub fn of(
@@ -314,25 +318,15 @@ pub fn of(
     endpoint: &Arc<JobEndpoint>,
     submitted: Submitted,
 ) -> PyResult<Py<PyAny>> {
-    let is_job = matches!(submitted, Submitted::Job(_));
+    let deadline_ns = match &submitted {
+        Submitted::Request(pending) => Some(pending.deadline_ns),
+        Submitted::Job(_) => None,
+    };
     let future = PyClassInitializer::from(Future::of(endpoint, submitted));
-    Ok(if is_job {
-        Py::new(py, future.add_subclass(JobHandle))?.into_any()
-    } else {
-        Py::new(py, future.add_subclass(Pending))?.into_any()
-    })
-}
-
-#[pymethods]
-impl Pending {
-    /// The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``.
-    #[getter]
-    fn deadline_ns(slf: &Bound<'_, Self>) -> PyResult<u64> {
-        let future = slf.as_super().get();
-        future.endpoint.handle.check()?;
-        match &future.source {
-            Submitted::Request(pending) => Ok(pending.deadline_ns),
-            Submitted::Job(_) => unreachable!("a request has a deadline"),
-        }
-    }
+    Ok(
+        match deadline_ns.map(|deadline_ns| Pending { deadline_ns }) {
+            Some(pending) => Py::new(py, future.add_subclass(pending))?.into_any(),
+            None => Py::new(py, future.add_subclass(JobHandle))?.into_any(),
+        },
+    )
 }

@@ -173,10 +173,6 @@ impl Results {
 
 #[pymethods]
 impl Results {
-    fn __iter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
     /// The next result.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Result>> {
         self.next_within(py, self.timeout)

@@ -34,17 +34,6 @@ pub struct Jobs {
     timeout: Option<Duration>,
 }
 
-fn order(name: &str) -> Outcome<ResultOrder> {
-    match name {
-        "submission" => Ok(ResultOrder::Submission),
-        "completion" => Ok(ResultOrder::Completion),
-        _ => {
-            let allowed = "\"submission\" or \"completion\"";
-            Err(Fault::argument("order", format!("{name:?}"), allowed))
-        }
-    }
-}
-
 #[pymethods]
 impl Jobs {
     /// Of a ``client``, or of a queue, which alone has an ``order`` and what follows it.
@@ -63,11 +52,12 @@ impl Jobs {
         spin: Option<Seconds>,
         timeout: Option<Seconds>,
         loan_timeout: Option<Seconds>,
-        order: &str,
+        by_completion: bool,
         workers_max: u32,
         handshake_timeout: Seconds,
     ) -> PyResult<PyClassInitializer<Jobs>> {
         let (domain, device) = place(domain, device)?;
+        let orders = [ResultOrder::Submission, ResultOrder::Completion];
         let timeout_name = if client { "timeout" } else { "submit_timeout" };
         let timeout = optional(timeout, timeout_name)?;
         let loan_timeout = optional(loan_timeout, "loan_timeout")?;
@@ -94,7 +84,7 @@ impl Jobs {
                 lease_timeout,
                 limit,
                 memory_limit,
-                order: self::order(order)?,
+                order: orders[usize::from(by_completion)],
                 workers_max,
                 handshake_timeout: seconds(handshake_timeout, "handshake_timeout")?,
                 spin: spin.unwrap_or(default.spin),

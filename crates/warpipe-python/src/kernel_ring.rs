@@ -1,7 +1,7 @@
 //! Kernel rings.
 
 use pyo3::prelude::*;
-use warpipe::{RingInfo, Wait};
+use warpipe::Wait;
 
 use crate::detached::call;
 use crate::device::Device;
@@ -67,12 +67,7 @@ impl KernelRing {
         device: Device,
         inner: warpipe::KernelRing,
     ) -> PyResult<Py<KernelRing>> {
-        let RingInfo {
-            is_producer,
-            depth,
-            slot_bytes,
-            ..
-        } = inner.info();
+        let info = inner.info();
         let ring = Ring {
             inner,
             consumers: Consumers::default(),
@@ -80,9 +75,9 @@ impl KernelRing {
         CloseableHandle::object(py, "kernel ring", name, ring, |handle| KernelRing {
             handle,
             device,
-            is_producer,
-            depth,
-            slot_bytes,
+            is_producer: info.is_producer,
+            depth: info.depth,
+            slot_bytes: info.slot_bytes,
         })
     }
 

@@ -223,12 +223,8 @@ impl Lease {
         let (py, lease) = (slf.py(), slf.get());
         let layout = dtype::layout(shape, dtype)?;
         let loan = Loan::new(lease.borrow(py, &layout, metadata)?, &lease.context);
-        Py::new(
-            py,
-            loan.add_subclass(Output {
-                lease: slf.clone().unbind(),
-            }),
-        )
+        let lease = slf.clone().unbind();
+        Py::new(py, loan.add_subclass(Output { lease }))
     }
 
     /// Completes the job: with a tensor, which is copied as ``Publisher.send`` does; with an

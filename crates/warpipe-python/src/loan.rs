@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 use warpipe::backend::DevicePtr;
 use warpipe::{Layout, SampleMut, Stream};
 
@@ -202,11 +201,6 @@ impl Loan {
     /// ``loan[name] = tensor``.
     fn _fill_part(&self, py: Python<'_>, name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         self.copy_to(py, Some(name), tensor)
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.discard(py, None)
     }
 }
 

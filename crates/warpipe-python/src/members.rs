@@ -151,13 +151,8 @@ impl Members {
         let handle =
             CloseableHandle::unlisted("watch", domain.path().display().to_string(), started);
         let base = handle.base();
-        Py::new(
-            py,
-            base.add_subclass(Members {
-                handle,
-                callbacks: Mutex::new(callbacks),
-            }),
-        )
+        let callbacks = Mutex::new(callbacks);
+        Py::new(py, base.add_subclass(Members { handle, callbacks }))
     }
 
     /// All present members, sorted by name, with the endpoints of each one's process.
@@ -252,10 +247,6 @@ impl Members {
     fn __clear__(&self) {
         let callbacks = std::mem::take(&mut *locked(&self.callbacks));
         callbacks.iter().for_each(|callback| callback.clear());
-    }
-
-    fn __iter__(slf: Py<Members>) -> Py<Members> {
-        slf
     }
 
     /// The next change, without a limit; the iteration ends when the watch is closed.

@@ -198,16 +198,11 @@ impl OwnedMemory {
 impl MemoryOwner {
     /// Wraps memory.
     pub fn new(memory: OwnedMemory) -> MemoryOwner {
-        let (device, own, consumers) = (
-            memory.device().clone(),
-            OnceLock::new(),
-            Consumers::default(),
-        );
         MemoryOwner {
             home: Home::here(),
-            device,
-            consumers,
-            own,
+            device: memory.device().clone(),
+            consumers: Consumers::default(),
+            own: OnceLock::new(),
             memory: Some(memory),
         }
     }
@@ -358,22 +353,16 @@ impl Target for Range<'_> {
 
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
         if bytes.len() as u64 != self.bytes {
-            return Err(Fault::layout(format!(
-                "{} bytes for {}",
-                bytes.len(),
-                self.bytes
-            )));
+            let said = format!("{} bytes for {}", bytes.len(), self.bytes);
+            return Err(Fault::layout(said));
         }
         if bytes.is_empty() {
             return Ok(());
         }
+        let backend = self.device.backend();
         // SAFETY: the range is writable and as long, and stays until the stream is past the copy
         // (`Range::new`).
-        Ok(unsafe {
-            self.device
-                .backend()
-                .upload(stream.raw(), self.lowest, bytes)
-        }?)
+        Ok(unsafe { backend.upload(stream.raw(), self.lowest, bytes) }?)
     }
 
     /// It does not go back: see [`Range::new`].

@@ -1,7 +1,7 @@
 //! The metadata of a tensor: a JSON object of at most 4,096 bytes, readable from every language.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyMemoryView};
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::Fault;
 use crate::thread_exit::prepare_exit;
@@ -39,15 +39,6 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Metadata {
         }
         Ok(Metadata(bytes))
     }
-}
-
-/// The bytes of an object with the buffer protocol, in C order; a copy if they may change.
-pub fn bytes_of<'py>(found: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
-    if let Ok(bytes) = found.cast::<PyBytes>() {
-        return Ok(bytes.clone());
-    }
-    let copy = PyMemoryView::from(found)?.call_method0("tobytes")?;
-    Ok(copy.cast_into()?)
 }
 
 /// The dict of the bytes, which are untrusted: the sender states them.

@@ -224,12 +224,8 @@ pub struct LentBuffer {
 impl LentBuffer {
     fn make(py: Python<'_>, block: warpipe::LentBuffer) -> PyResult<Bound<'_, LentBuffer>> {
         let name = block.name.to_string();
-        View::object(
-            py,
-            "the block",
-            OwnedMemory::Lent(block),
-            LentBuffer { name },
-        )
+        let memory = OwnedMemory::Lent(block);
+        View::object(py, "the block", memory, LentBuffer { name })
     }
 }
 

@@ -1,6 +1,5 @@
 //! `Publisher`.
 
-use std::ffi::CString;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,13 +13,13 @@ use crate::device::Device;
 use crate::domain::{Domain, place};
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::frame::{self, behind_all};
+use crate::frame;
 use crate::handle::{CloseableHandle, Named};
 use crate::in_place::{self, NotInPlace, PublishedPool, ZeroCopy};
 use crate::loan::{Loan, Slot};
 use crate::metadata::Metadata;
 use crate::source::{Source, Wanted};
-use crate::stream::Consumer;
+use crate::stream::{Consumer, behind_all};
 use crate::tuples::{self, Info};
 use crate::wait::{Given, HELD_UP, Limit, Seconds, optional, seconds, until, waiting};
 
@@ -87,16 +86,15 @@ pub fn word_of(state: PeerState) -> &'static str {
 fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
     // `dispatch` waits, and sees signals meanwhile.
     let timeout = Duration::ZERO;
-    Ok(match name {
-        "block" => ("block", Policy::Block { timeout }),
-        "drop_oldest" => ("drop_oldest", Policy::DropOldest),
-        "drop_newest" => ("drop_newest", Policy::DropNewest),
-        "fail" => ("fail", Policy::Fail),
-        _ => {
-            let allowed = "\"block\", \"drop_oldest\", \"drop_newest\" or \"fail\"";
-            return Err(Fault::argument("policy", format!("{name:?}"), allowed));
-        }
-    })
+    let policies = [
+        ("block", Policy::Block { timeout }),
+        ("drop_oldest", Policy::DropOldest),
+        ("drop_newest", Policy::DropNewest),
+        ("fail", Policy::Fail),
+    ];
+    let found = policies.into_iter().find(|(known, _)| *known == name);
+    let allowed = "\"block\", \"drop_oldest\", \"drop_newest\" or \"fail\"";
+    found.ok_or_else(|| Fault::argument("policy", format!("{name:?}"), allowed))
 }
 
 impl Publisher {
@@ -114,12 +112,11 @@ impl Publisher {
     /// A slot, waiting for one up to the loan's timeout: for several tensors by their names, or for
     /// the first of `parts`.
     fn take(&self, py: Python<'_>, parts: &[(&str, Layout)], several: bool) -> PyResult<Slot> {
-        let sample = self
-            .handle
-            .wait(py, self.loan_timeout, |publisher, wait| match parts {
-                [(_, layout)] if !several => publisher.loan_within(layout, wait),
-                parts => publisher.loan_parts_within(parts, wait),
-            })?;
+        let handle = &self.handle;
+        let sample = handle.wait(py, self.loan_timeout, |publisher, wait| match parts {
+            [(_, layout)] if !several => publisher.loan_within(layout, wait),
+            parts => publisher.loan_parts_within(parts, wait),
+        })?;
         Ok(Slot::Sample(DropDetached::new(sample)))
     }
 
@@ -197,7 +194,8 @@ impl Publisher {
         };
         let behind = py.detach(|| {
             let streams = readers.iter().map(|reader| reader.followed().cloned());
-            behind_all(streams.collect::<Outcome<_>>()?, &self.context.stream)
+            let behind = behind_all(streams.collect::<Outcome<_>>()?)?;
+            Outcome::Ok(behind.unwrap_or_else(|| (*self.context.stream).clone()))
         })?;
         dispatch(py, Slot::Sample(loan), &behind, self.patience).map(Ok)
     }
@@ -205,10 +203,8 @@ impl Publisher {
 
 /// Warns why a tensor is copied in spite of `zero_copy`.
 fn warn_of_copy(py: Python<'_>, why: PyErr) -> PyResult<()> {
-    let category = py.import("warpipe._errors")?.getattr("CopyWarning")?;
-    let said = format!("zero_copy: the tensor is copied: {}", why.value(py));
-    let said = CString::new(said.replace('\0', " ")).map_err(Fault::layout)?;
-    PyErr::warn(py, &category, &said, 1)
+    let words = py.import("warpipe._tensors")?;
+    words.call_method1("warn_of_copy", (why,)).map(drop)
 }
 
 #[pymethods]
@@ -350,10 +346,8 @@ impl Publisher {
         };
         if zero_copy != ZeroCopy::No {
             let sources = find(true)?;
-            let bytes = sources
-                .iter()
-                .map(|(_, source)| source.layout.bytes())
-                .sum();
+            let bytes = sources.iter().map(|(_, source)| source.layout.bytes());
+            let bytes = bytes.sum();
             let data = metadata.clone();
             match self.send_in_place(py, sources, is_several, data, stream.as_ref())? {
                 Ok(sequence) => return Ok(sequence),

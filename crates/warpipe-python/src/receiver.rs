@@ -383,10 +383,6 @@ impl Receiver {
         self.context.settle(py)
     }
 
-    fn __iter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
     /// The next item. The iteration ends when the publisher closes gracefully, when the queue is shut
     /// down and its jobs are done, or when it closes gracefully.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {

@@ -9,7 +9,7 @@ use warpipe::{Error, OptionalExtension, Wait};
 
 use crate::detached::{DropDetached, call};
 use crate::device::Device;
-use crate::domain::{Domain, opened, place};
+use crate::domain::{Domain, creation, opened, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::{CloseableHandle, Named};
 use crate::process::Home;
@@ -146,14 +146,8 @@ impl Semaphore {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = place(domain, device)?;
-        let made = call(py, || {
-            let options = warpipe::CreateOptions {
-                allow_uids,
-                allow_gids,
-                ..domain.on(&device)
-            };
-            warpipe::Semaphore::new(name, permits, options)
-        })?;
+        let options = creation((&domain, &device), allow_uids, allow_gids);
+        let made = call(py, || warpipe::Semaphore::new(name, permits, options))?;
         Semaphore::new(py, name, made, device)
     }
 

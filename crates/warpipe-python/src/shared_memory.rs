@@ -268,16 +268,12 @@ impl Ticket {
             return Ok(ticket.get().inner.clone());
         }
         let Ok(text) = found.cast::<PyString>() else {
-            let said = format!(
-                "a ticket is a Ticket or its text, and not {}",
-                found.repr()?
-            );
+            let found = found.repr()?;
+            let said = format!("a ticket is a Ticket or its text, and not {found}");
             return Err(PyTypeError::new_err(said));
         };
-        Ok(text
-            .to_str()?
-            .parse::<warpipe::Ticket>()
-            .map_err(Fault::from)?)
+        let parsed = text.to_str()?.parse::<warpipe::Ticket>();
+        Ok(parsed.map_err(Fault::from)?)
     }
 }
 
@@ -372,14 +368,9 @@ pub fn device_id(text: &str) -> Option<DeviceId> {
     if text == "host" {
         return Some(warpipe::Device::host().info().id);
     }
-    let digits: String = text
-        .strip_prefix("GPU-")?
-        .chars()
-        .filter(|&letter| letter != '-')
-        .collect();
-    let number = u128::from_str_radix(&digits, 16)
-        .ok()
-        .filter(|_| digits.len() == 32)?;
+    let digits = text.strip_prefix("GPU-")?.replace('-', "");
+    let number = u128::from_str_radix(&digits, 16).ok();
+    let number = number.filter(|_| digits.len() == 32)?;
     Some(DeviceId {
         kind: DeviceKind::Cuda,
         uuid: number.to_be_bytes(),

@@ -104,10 +104,8 @@ impl<'a> Wanted<'a> {
             return self.of_dlpack(&prepared, true);
         }
         if is_masked(found)? {
-            return Err(Fault::layout(
-                "it is masked, and a mask does not travel; fill it first, with `.filled()`",
-            )
-            .into());
+            let said = "it is masked, and a mask does not travel; fill it first, with `.filled()`";
+            return Err(Fault::layout(said).into());
         }
         if let Some(source) = self.of_view(found)? {
             return Ok(source);
@@ -164,11 +162,8 @@ impl<'a> Wanted<'a> {
             return Ok(Source::bytes(layout, bytes));
         }
         let described = ArrayDescription::of_buffer(view.py(), &PyUntypedBuffer::get(view)?)?;
-        self.of_memory(
-            &described,
-            None,
-            SourceOwner::Object(view.clone().into_any().unbind()),
-        )
+        let owner = SourceOwner::Object(view.clone().into_any().unbind());
+        self.of_memory(&described, None, owner)
     }
 
     /// Converts through NumPy, which knows element types that some objects' own protocols lack.
@@ -189,22 +184,17 @@ impl<'a> Wanted<'a> {
             Some(buffer) => ArrayDescription::of_buffer(found.py(), &buffer)?,
             None => ArrayDescription::of_interface(found, interface)?,
         };
-        self.of_memory(
-            &described,
-            None,
-            SourceOwner::Object(found.clone().unbind()),
-        )
+        let owner = SourceOwner::Object(found.clone().unbind());
+        self.of_memory(&described, None, owner)
     }
 
     fn of_dlpack(self, found: &Bound<'_, PyAny>, must_keep: bool) -> PyResult<Source> {
         let (device, stream, own) = (self.device, self.stream, self.own);
         let said = found.call_method0("__dlpack_device__")?;
-        let (device_type, device_id) = said.extract().map_err(|_| {
-            Fault::Own(
-                "ExportError",
-                format!("`__dlpack_device__` gave {said}; a device type and a number are due"),
-            )
-        })?;
+        let due = "a device type and a number are due";
+        let words = || format!("`__dlpack_device__` gave {said}; {due}");
+        let wrong = |_| Fault::Own("ExportError", words());
+        let (device_type, device_id) = said.extract().map_err(wrong)?;
         let stated = DLDevice {
             device_type,
             device_id,
@@ -225,18 +215,12 @@ impl<'a> Wanted<'a> {
             if !is_host(tensor.device()) {
                 return Err(elsewhere(&location_of(tensor.device()), device));
             }
-            let array_description = ArrayDescription::of_import(&tensor);
-            return self.of_memory(
-                &array_description,
-                None,
-                SourceOwner::Capsule(Box::new(tensor)),
-            );
+            let described = ArrayDescription::of_import(&tensor);
+            let owner = SourceOwner::Capsule(Box::new(tensor));
+            return self.of_memory(&described, None, owner);
         }
-        let gpu = DLDevice {
-            device_type: CUDA,
-            device_id,
-        };
-        if !matches!(device_type, CUDA | CUDA_MANAGED) || gpu != DLDevice::of(device) {
+        let is_here = is_cuda(device) && device_id == DLDevice::of(device).device_id;
+        if !(is_here && matches!(device_type, CUDA | CUDA_MANAGED)) {
             return Err(elsewhere(&location_of(stated), device));
         }
         let (reader, is_current) = reader(found, device, stream, own)?;
@@ -270,11 +254,8 @@ impl<'a> Wanted<'a> {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
             call(found.py(), || reader.stream.wait_for(&writer.stream))?;
         }
-        self.of_memory(
-            &array_description,
-            Some(reader),
-            SourceOwner::Object(found.clone().unbind()),
-        )
+        let owner = SourceOwner::Object(found.clone().unbind());
+        self.of_memory(&array_description, Some(reader), owner)
     }
 
     fn of_memory(
@@ -440,10 +421,8 @@ fn check_owner(
             Err(elsewhere(&format!("{place}{}", found.owner), device))
         }
         PointerKind::Unknown => {
-            let said = format!(
-                "its array interface gives {:#x}, where there is no memory",
-                array_description.address
-            );
+            let at = array_description.address;
+            let said = format!("its array interface gives {at:#x}, where there is no memory");
             Err(Fault::layout(said).into())
         }
         _ => Ok(()),
@@ -468,23 +447,16 @@ fn elsewhere(place: &str, device: &warpipe::Device) -> PyErr {
         device.to_string()
     };
     let next = "copy it there first, or open the endpoint with device= of the tensor";
-    Fault::Own(
-        "WrongDeviceError",
-        format!("the tensor lies on {place}, the publisher's memory on {here}; {next}"),
-    )
-    .into()
+    let said = format!("the tensor lies on {place}, the publisher's memory on {here}; {next}");
+    Fault::Own("WrongDeviceError", said).into()
 }
 
 /// A DLPack device, for messages.
 fn location_of(found: DLDevice) -> String {
-    let DLDevice {
-        device_type,
-        device_id,
-    } = found;
-    match device_type {
-        CPU => "the host".to_owned(),
-        CUDA | CUDA_MANAGED => format!("cuda:{device_id}"),
-        _ => format!("DLPack device ({device_type}, {device_id})"),
+    match (found.device_type, found.device_id) {
+        (CPU, _) => "the host".to_owned(),
+        (CUDA | CUDA_MANAGED, id) => format!("cuda:{id}"),
+        other => format!("DLPack device {other:?}"),
     }
 }
 

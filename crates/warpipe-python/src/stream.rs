@@ -145,12 +145,8 @@ impl Consumer {
         if let Ok(stream) = found.cast::<Stream>() {
             let stream = stream.get().inner()?;
             if stream.device().info().id != device.info().id {
-                return Err(Fault::argument(
-                    "stream",
-                    stream.device(),
-                    format!("a stream of {device}"),
-                )
-                .into());
+                let allowed = format!("a stream of {device}");
+                return Err(Fault::argument("stream", stream.device(), allowed).into());
             }
             return Ok(Consumer::of(stream));
         }
@@ -164,12 +160,10 @@ impl Consumer {
                 })
             }
             Some(_) => Err(Fault::argument("stream", found, "a warpipe.Stream of the host").into()),
-            None => Err(Fault::argument(
-                "stream",
-                found,
-                "a Stream, a raw CUstream, or a framework's stream",
-            )
-            .into()),
+            None => {
+                let allowed = "a Stream, a raw CUstream, or a framework's stream";
+                Err(Fault::argument("stream", found, allowed).into())
+            }
         }
     }
 
@@ -205,9 +199,8 @@ impl Consumer {
         device: &warpipe::Device,
         stream: Given<'_, '_>,
     ) -> PyResult<Option<Consumer>> {
-        stream
-            .map(|stream| Consumer::from_argument(py, device, stream))
-            .transpose()
+        let find = |stream| Consumer::from_argument(py, device, stream);
+        stream.map(find).transpose()
     }
 
     fn numbered(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<Consumer> {
@@ -374,30 +367,21 @@ impl Consumers {
 
     fn with(&self, consumer: &Consumer, change: impl FnOnce(&mut User)) {
         let mut list = locked(&self.list);
-        let known = list.iter_mut().find(|user| user.is(consumer));
+        let known = list.iter().position(|user| user.is(consumer));
+        let at = known.unwrap_or_else(|| {
+            list.push(User {
+                consumer: consumer.clone(),
+                asked: Arc::default(),
+                arrays: 0,
+                is_named: false,
+            });
+            list.len() - 1
+        });
+        let user = &mut list[at];
         // Dropped without the lock: the last reference to a stream of another framework may go.
-        let mut before = None;
-        match known {
-            Some(user) => {
-                if consumer.owner.is_some() {
-                    before = user
-                        .consumer
-                        .owner
-                        .replace(consumer.owner.clone().expect("seen above"));
-                }
-                change(user);
-            }
-            None => {
-                let mut user = User {
-                    consumer: consumer.clone(),
-                    asked: Arc::default(),
-                    arrays: 0,
-                    is_named: false,
-                };
-                change(&mut user);
-                list.push(user);
-            }
-        }
+        let owner = consumer.owner.clone();
+        let before = owner.and_then(|owner| user.consumer.owner.replace(owner));
+        change(user);
         drop(list);
         drop(before);
     }
@@ -447,14 +431,7 @@ impl Consumers {
 
     /// A stream that is after all their work so far; none if there are no consumers.
     pub fn joined(&self) -> Outcome<Option<warpipe::Stream>> {
-        let mut followed = self.followed()?.into_iter();
-        let Some(joined) = followed.next() else {
-            return Ok(None);
-        };
-        for other in followed {
-            joined.wait_for(&other)?;
-        }
-        Ok(Some(joined))
+        behind_all(self.followed()?)
     }
 
     /// A stream that is after all their work so far: `otherwise` if there are no consumers.
@@ -469,44 +446,26 @@ fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         let wrong = |_| Fault::argument("stream", found, "a raw CUstream, which is an address");
         return Ok(Some(found.extract().map_err(wrong)?));
     }
-    if let Ok(protocol) = found.getattr("__cuda_stream__") {
-        let (_version, raw): (u32, usize) = if protocol.is_callable() {
-            protocol.call0()?
-        } else {
-            protocol
-        }
-        .extract()?;
-        return Ok(Some(raw));
-    }
-    // PyTorch, CuPy, Numba (a ctypes pointer: null is None).
-    for name in ["cuda_stream", "ptr"] {
-        if let Ok(raw) = found.getattr(name) {
-            return Ok(Some(raw.extract()?));
-        }
-    }
-    match found
-        .getattr("handle")
-        .and_then(|handle| handle.getattr("value"))
-    {
-        Ok(raw) => Ok(Some(raw.extract::<Option<usize>>()?.unwrap_or(0))),
-        Err(_) => Ok(None),
-    }
+    static RAW_OF: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let raw_of = RAW_OF.import(found.py(), "warpipe._devices", "raw_stream_of")?;
+    raw_of.call1((found,))?.extract()
+}
+
+/// A stream behind all of these, one of them; none if there are none.
+pub fn behind_all(streams: Vec<warpipe::Stream>) -> Outcome<Option<warpipe::Stream>> {
+    let mut streams = streams.into_iter().rev();
+    let Some(last) = streams.next() else {
+        return Ok(None);
+    };
+    streams.try_for_each(|other| last.wait_for(&other))?;
+    Ok(Some(last))
 }
 
 /// A module, if the program has imported it.
 pub fn imported<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
     static MODULES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
-    let modules = MODULES.get_or_try_init(py, || -> PyResult<_> {
-        Ok(py
-            .import("sys")?
-            .getattr("modules")?
-            .cast_into::<PyDict>()?
-            .unbind())
-    })?;
-    Ok(modules
-        .bind(py)
-        .get_item(name)?
-        .filter(|found| !found.is_none()))
+    let found = MODULES.import(py, "sys", "modules")?.get_item(name)?;
+    Ok(found.filter(|found| !found.is_none()))
 }
 
 /// PyTorch's current stream, if PyTorch is imported and uses the GPU.

@@ -350,13 +350,8 @@ impl Tensor {
 
     /// An error references frames, and they this object.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        match self.owner.state.try_lock() {
-            Ok(state) => match &state.discarded {
-                Some(error) => visit.call(error),
-                None => Ok(()),
-            },
-            Err(_) => Ok(()),
-        }
+        let state = self.owner.state.try_lock();
+        state.map_or(Ok(()), |state| visit.call(&state.discarded))
     }
 
     fn __clear__(&self) {

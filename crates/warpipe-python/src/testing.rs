@@ -62,13 +62,9 @@ pub fn _send_reversed(
     let last = u64::from(count.saturating_sub(1));
     let layout =
         Layout::strided(DType::U8, &[u64::from(count)], &[-1], last).map_err(Fault::from)?;
-    let sent = py.detach(|| {
-        inner
-            .device()
-            .stream()
-            .and_then(|stream| inner.send_slice(&stream, &layout, &bytes))
-    });
-    Ok(sent.map_err(Fault::from)?)
+    call(py, || {
+        inner.send_slice(&inner.device().stream()?, &layout, &bytes)
+    })
 }
 
 /// Word ``index`` of the pattern of ``seed``.
@@ -126,16 +122,9 @@ impl Adder {
     /// Raises ``DriverError``.
     #[pyo3(signature = (source, target, /))]
     fn launch(&self, source: u64, target: u64) -> PyResult<()> {
+        let (stream, count, addend) = (&self.consumer.stream, self.count, self.addend);
         // SAFETY: that the addresses are good is the caller's promise, as the documentation asks.
-        let launched = unsafe {
-            warpipe_kernels::add(
-                &self.consumer.stream,
-                target,
-                source,
-                self.count,
-                self.addend,
-            )
-        };
+        let launched = unsafe { warpipe_kernels::add(stream, target, source, count, addend) };
         Ok(launched.map_err(Fault::from)?)
     }
 }

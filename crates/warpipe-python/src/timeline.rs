@@ -5,7 +5,7 @@ use warpipe::Wait;
 
 use crate::detached::call;
 use crate::device::Device;
-use crate::domain::{Domain, opened, place};
+use crate::domain::{Domain, creation, opened, place};
 use crate::errors::Outcome;
 use crate::handle::{CloseableHandle, Named};
 use crate::stream::Consumer;
@@ -67,14 +67,8 @@ impl Timeline {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Timeline>> {
         let (domain, device) = place(domain, device)?;
-        let made = call(py, || {
-            let options = warpipe::CreateOptions {
-                allow_uids,
-                allow_gids,
-                ..domain.on(&device)
-            };
-            warpipe::Timeline::new(name, options)
-        })?;
+        let options = creation((&domain, &device), allow_uids, allow_gids);
+        let made = call(py, || warpipe::Timeline::new(name, options))?;
         Timeline::new(py, name, device, made, true)
     }
 

@@ -47,12 +47,7 @@ impl Torch {
         if let Some(known) = known.filter(|known| known.module.is(module)) {
             return Ok(known);
         }
-        let private = |name: &str| {
-            module
-                .getattr("_C")
-                .and_then(|native| native.getattr(name))
-                .ok()
-        };
+        let private = |name: &str| module.getattr("_C").ok()?.getattr(name).ok();
         let raw_stream = private("_cuda_getCurrentRawStream");
         let of_capsule = match private("_from_dlpack") {
             Some(of_capsule) => of_capsule,
@@ -70,14 +65,8 @@ impl Torch {
         });
         // Not while another thread is in the middle of importing it. The old value is dropped
         // without the lock: its drop may run Python code.
-        let before = if complete {
-            FOUND
-                .try_lock()
-                .ok()
-                .and_then(|mut known| known.replace(torch.clone()))
-        } else {
-            None
-        };
+        let known = complete.then(|| FOUND.try_lock().ok()).flatten();
+        let before = known.and_then(|mut known| known.replace(torch.clone()));
         drop(before);
         Ok(torch)
     }
@@ -109,11 +98,8 @@ impl Torch {
         {
             return Ok(Some(raw));
         }
-        Ok(Some(
-            cuda.call_method1("current_stream", (ordinal,))?
-                .getattr("cuda_stream")?
-                .extract()?,
-        ))
+        let current = cuda.call_method1("current_stream", (ordinal,))?;
+        Ok(Some(current.getattr("cuda_stream")?.extract()?))
     }
 
     /// Whether its current stream is this one and from its pool: streams of the pool are never
@@ -136,17 +122,10 @@ impl Torch {
 
     /// As `torch.from_dlpack`, on an object that records the requests.
     fn ask<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
-        let asked = Bound::new(
-            py,
-            Asked {
-                memory: memory.clone(),
-                versioned: OnceLock::new(),
-            },
-        )?;
-        let tensor = self
-            .module
-            .bind(py)
-            .call_method1("from_dlpack", (&asked,))?;
+        let (memory, versioned) = (memory.clone(), OnceLock::new());
+        let asked = Bound::new(py, Asked { memory, versioned })?;
+        let torch = self.module.bind(py);
+        let tensor = torch.call_method1("from_dlpack", (&asked,))?;
         if let Some(&versioned) = asked.get().versioned.get() {
             let _ = self.versioned.set(versioned);
         }

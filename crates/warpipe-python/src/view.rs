@@ -11,7 +11,6 @@ use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range, await_copy};
-use crate::metadata::bytes_of;
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::tensor::{Held, Holding};
@@ -38,16 +37,14 @@ impl View {
         let device = place.device().clone();
         let layout = Layout::contiguous(DType::U8, &[bytes])?;
         let hold = MemoryHolder::Owned(Arc::new(MemoryOwner::new(place)));
-        Ok(View::over(
-            what,
-            Memory {
-                layout,
-                lowest,
-                device,
-                read_only,
-                hold,
-            },
-        ))
+        let memory = Memory {
+            layout,
+            lowest,
+            device,
+            read_only,
+            hold,
+        };
+        Ok(View::over(what, memory))
     }
 
     /// An object of a class of such memory.
@@ -80,15 +77,11 @@ impl View {
     }
 
     fn check_writable(&self) -> Outcome<()> {
-        let next = "ask its owner to share it for writing, too";
-        if self.tensor.read_only {
-            return Err(Fault::argument(
-                "memory",
-                "given for reading",
-                format!("memory given for writing; {next}"),
-            ));
+        let next = "memory given for writing; ask its owner to share it for writing, too";
+        match self.tensor.read_only {
+            true => Err(Fault::argument("memory", "given for reading", next)),
+            false => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -119,23 +112,16 @@ impl View {
         check_range(self.tensor.what(), offset, bytes, available)?;
         let lowest = memory.lowest + offset;
         if !lowest.is_multiple_of(layout.dtype().bytes()) {
-            let said = format!(
-                "elements of {} bytes do not begin at byte {offset}",
-                layout.dtype().bytes()
-            );
+            let width = layout.dtype().bytes();
+            let said = format!("elements of {width} bytes do not begin at byte {offset}");
             return Err(Fault::layout(said).into());
         }
-        Py::new(
-            py,
-            View::over(
-                "the view",
-                Memory {
-                    layout,
-                    lowest,
-                    ..memory
-                },
-            ),
-        )
+        let memory = Memory {
+            layout,
+            lowest,
+            ..memory
+        };
+        Py::new(py, View::over("the view", memory))
     }
 
     /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current
@@ -169,23 +155,15 @@ impl View {
         let source = wanted.find(tensor)?;
         if source.layout != self.tensor.layout {
             let next = "use view(shape, dtype) of it, or write(bytes)";
-            return Err(Fault::layout(format!(
-                "{:?} does not fit {:?}; {next}",
-                source.layout, self.tensor.layout
-            ))
-            .into());
+            let (given, own) = (source.layout, self.tensor.layout);
+            return Err(Fault::layout(format!("{given:?} does not fit {own:?}; {next}")).into());
         }
         owner.admit(py, &Consumer::own(&own))?;
         let is_to_be_awaited = consumer.is_none() && source.reader.is_none();
+        let bytes = self.tensor.layout.bytes();
         // SAFETY: the view's range. The hold keeps it until the streams that it has recorded are
         // past the copy.
-        let mut range = unsafe {
-            Range::new(
-                &self.tensor.device,
-                memory.lowest,
-                self.tensor.layout.bytes(),
-            )
-        };
+        let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest, bytes) };
         let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
         owner.admit(py, &Consumer::own(&filled_on))?;
         if is_to_be_awaited {
@@ -194,53 +172,14 @@ impl View {
         Ok(consumer.map_or(Ok(()), |consumer| consumer.lead(py))?)
     }
 
-    /// Copies the bytes of ``data``, any buffer of the host, to byte ``offset``
-    /// (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed at once. Without a
-    /// stream the copy is complete when this returns.
-    ///
-    /// Raises ``ArgumentError``, also for read-only memory, ``ReleasedError``,
-    /// ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
-    /// done then.
-    #[pyo3(signature = (data, offset = 0, *, stream = None))]
-    fn write(
-        &self,
-        py: Python<'_>,
-        data: &Bound<'_, PyAny>,
-        offset: u64,
-        stream: Given<'_, '_>,
-    ) -> PyResult<()> {
-        use crate::copies::Target;
-        self.check_writable()?;
-        let (memory, owner, data) = (self.memory()?, self.owner()?, bytes_of(data)?);
-        let bytes = data.as_bytes();
-        let (length, available) = (bytes.len() as u64, self.tensor.layout.bytes());
-        check_range(self.tensor.what(), offset, length, available)?;
-        let consumer = Consumer::optional(py, &self.tensor.device, stream)?;
-        let own = match &consumer {
-            Some(consumer) => consumer.follow(py)?.clone(),
-            None => py.detach(|| owner.stream().cloned())?,
-        };
-        owner.admit(py, &Consumer::own(&own))?;
-        // SAFETY: inside of the view's range. The hold keeps it until the stream that it has
-        // recorded is past the copy.
-        let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest + offset, length) };
-        py.detach(|| range.write(&own, bytes))?;
-        match consumer {
-            Some(consumer) => Ok(consumer.lead(py)?),
-            None => await_copy(py, &own),
-        }
-    }
-
     /// Records work on this memory on ``stream``, beside that of arrays: the memory is not released
     /// before the work is done. Call it before the work is enqueued.
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
     #[pyo3(signature = (*, stream))]
     fn used_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        Ok(self.owner()?.admit(
-            py,
-            &Consumer::from_argument(py, &self.tensor.device, stream)?,
-        )?)
+        let consumer = Consumer::from_argument(py, &self.tensor.device, stream)?;
+        Ok(self.owner()?.admit(py, &consumer)?)
     }
 
     /// Waits on the CPU until the streams that were given work on this memory are past it, at most
@@ -259,10 +198,9 @@ fn check_range(what: &str, offset: u64, bytes: u64, available: u64) -> Result<()
     if end <= u128::from(available) {
         return Ok(());
     }
-    let allowed = format!("0..{available} of {what:?}");
-    Err(Fault::argument(
-        "range",
+    let (found, allowed) = (
         format!("{offset}..{end}"),
-        allowed,
-    ))
+        format!("0..{available} of {what:?}"),
+    );
+    Err(Fault::argument("range", found, allowed))
 }

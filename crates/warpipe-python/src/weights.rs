@@ -337,31 +337,7 @@ impl Follower {
         self.weights.get().version()
     }
 
-    /// Takes the newest version, if there is a later one now, at the same addresses; returns its
-    /// number, or None if there is none, also while the name has no keeper. Between steps of an
-    /// engine, call it with the stream of its work.
-    ///
-    /// It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream``
-    /// (None: the current streams of PyTorch and CuPy) was given, and the streams on which tensors
-    /// of the weights were made. Later work reads the new version. Work on any other stream may not
-    /// touch the weights meanwhile: for a moment the addresses have no memory. The new version is
-    /// taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
-    ///
-    /// Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or
-    /// offsets, before anything is changed; ``TimeoutError`` when the work is not done in time, or when
-    /// other weights that this process has open share memory that has to change;
-    /// ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
-    #[pyo3(signature = (stream = None, *, timeout = Limit::TEN), text_signature = "($self, stream=None, *, timeout=10.0)")]
-    fn update(
-        &self,
-        py: Python<'_>,
-        stream: Given<'_, '_>,
-        timeout: Limit,
-    ) -> PyResult<Option<u64>> {
-        Ok(self._update(py, stream, timeout)?.0)
-    }
-
-    /// As ``update``, with the seconds of each step.
+    /// What ``update`` gives, and the seconds of each step.
     #[pyo3(signature = (stream = None, timeout = Limit::TEN), text_signature = "($self, stream=None, timeout=10.0)")]
     fn _update(
         &self,
@@ -391,11 +367,8 @@ impl Follower {
             return Ok((None, clock.phases));
         }
         let start = Instant::now();
-        let left = || {
-            timeout
-                .0
-                .map(|timeout| timeout.saturating_sub(start.elapsed()))
-        };
+        let timeout = timeout.0;
+        let left = || timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
         for consumer in &consumers {
             await_stream(py, &consumer.stream, left())?;
         }
@@ -412,7 +385,7 @@ impl Follower {
         py.detach(|| drop(next));
         clock.end("close");
         let what = || "the former version".into();
-        let taken = taken?.ok_or_else(|| late(cause.unwrap_or_else(what), timeout.0))?;
+        let taken = taken?.ok_or_else(|| late(cause.unwrap_or_else(what), timeout))?;
         Ok((taken, clock.phases))
     }
 }

@@ -215,18 +215,17 @@ class Loan(_Tensor):
     def _fill_part(self, name: str, tensor: Any) -> None: ...
     def __getitem__(self, key: Any, /) -> Any: ...
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
-    def __exit__(self, *_exception: object) -> None: ...
-
-@final
-class SampleMut(Loan):
-    def send(self, *, stream: _StreamLike | None = None) -> int: ...
-    def __exit__(  # type: ignore[override]
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         _error: BaseException | None,
         _trace: TracebackType | None,
         /,
     ) -> None: ...
+
+@final
+class SampleMut(Loan):
+    def send(self, *, stream: _StreamLike | None = None) -> int: ...
 
 @disjoint_base
 class _Receiver(Closeable):
@@ -261,7 +260,6 @@ class _Receiver(Closeable):
     def _try(self) -> Any: ...
     def fileno(self) -> int: ...
     def close(self) -> None: ...
-    def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
 
 @disjoint_base
@@ -313,7 +311,7 @@ class _Jobs(Closeable):
         spin: float | None,
         timeout: float | None,
         loan_timeout: float | None,
-        order: str,
+        by_completion: bool,
         workers_max: int,
         handshake_timeout: float,
     ) -> Self: ...
@@ -429,13 +427,6 @@ class Lease(Sample):
 class Output(Loan):
     @property
     def _lease(self) -> Lease: ...
-    def __exit__(  # type: ignore[override]
-        self,
-        kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-        /,
-    ) -> None: ...
 
 @final
 class Pending(_Future):

@@ -91,6 +91,17 @@ def get_item(self: _warpipe.Loan, key: Any) -> Any:
     return (_on_gpu(self) if _is_of_gpu(self) else numpy(self))[key]
 
 
+def write(self: _warpipe.View, data: Any, offset: int = 0, *, stream: Any = None) -> None:
+    """Copies the bytes of ``data``, any buffer of the host, to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of
+    ``stream``; they may be changed at once. Without a stream the copy is complete when this returns.
+
+    Raises ``ArgumentError``, also for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError`` if the work
+    before it takes over 10 s; the copy is still done then.
+    """
+    given = memoryview(data if isinstance(data, bytes) else memoryview(data).tobytes())
+    self.view(given.nbytes, "uint8", offset).copy_from(given, stream=stream)
+
+
 def _on_gpu(loan: _warpipe.Loan) -> Any:
     """An array of an imported framework."""
     framework = _framework()
@@ -135,6 +146,8 @@ def _complete() -> None:
     held.jax, held.__array__ = jax, as_array
     loan: Any = _warpipe.Loan
     loan.__setitem__, loan.__getitem__ = set_item, get_item
+    view: Any = _warpipe.View
+    view.write = write
     several: Any = _warpipe.SampleParts
     Mapping.register(several)
     for name in ("__contains__", "get", "keys", "values", "items"):

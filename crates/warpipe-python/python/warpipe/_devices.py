@@ -1,4 +1,4 @@
-"""What names a device: ``Device``, and everything that takes one."""
+"""What names a device, ``Device`` and everything that takes one; and other frameworks' streams."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ def name_of(found: Any) -> str:
         told = f'"{found}"' if isinstance(found, str) else found
         raise ArgumentError(f"device is {told}; allowed is {_ALLOWED}")
     return name
+
+
+def raw_stream_of(found: Any) -> Any:
+    """The number of another framework's stream; None if the object is no stream."""
+    protocol = getattr(found, "__cuda_stream__", None)
+    if protocol is not None:
+        _version, raw = protocol() if callable(protocol) else protocol
+        return raw
+    for name in ("cuda_stream", "ptr"):
+        if hasattr(found, name):
+            return getattr(found, name)
+    # Numba's is a ctypes pointer: null is None.
+    handle: Any = getattr(found, "handle", None)
+    return (handle.value or 0) if hasattr(handle, "value") else None
 
 
 def _of_number(found: Any) -> str | None:

@@ -76,7 +76,14 @@ class SystemCallError(Error, OSError):
     """A call of the operating system failed. Attributes: ``call``, ``code`` (the errno)."""
 
     call: str
-    code: int | None
+
+    @property
+    def code(self) -> int | None:
+        return self.errno
+
+    @code.setter
+    def code(self, code: int | None) -> None:
+        self.errno, self.strerror = code, None if code is None else os.strerror(code)
 
 
 # Names.

@@ -29,7 +29,8 @@ async def next_change(self: Any) -> Any:
 def _complete() -> None:
     """Gives the native class these methods."""
     members: Any = _warpipe.Members
-    members.changes_async, members.__aiter__, members.__anext__ = changes_async, lambda self: self, next_change
+    members.changes_async, members.__anext__ = changes_async, next_change
+    members.__iter__ = members.__aiter__ = lambda self: self
 
 
 _complete()

@@ -55,6 +55,7 @@ _WORDS: dict[type, Any] = {
     _warpipe.Domain: lambda self: f"Domain({str(self.path)!r})",
     _warpipe.EventHandle: lambda self: f"EventHandle('{self}')",
     _warpipe.LegacyHandle: lambda self: f"LegacyHandle(nbytes={self.nbytes}, pid={self.pid})",
+    _warpipe.Recording: lambda self: str(self),
     _warpipe.Stream: lambda self: f"Stream({self.device.uuid}, {self.ptr:#x})",
     _warpipe.Ticket: lambda self: f"Ticket('{self}')",
 }

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from . import _warpipe
+from ._errors import ArgumentError
 from ._loop import end_of, found
 from ._receivers import Receiver
 
@@ -107,8 +108,11 @@ class Queue(_warpipe._Jobs):
         spin: float | None = None,
         handshake_timeout: float = 5.0,
     ) -> Self:
+        if order not in ("submission", "completion"):
+            raise ArgumentError(f'order is "{order}"; allowed is "submission" or "completion"')
         jobs = (prefetch, max_attempts, lease_timeout, limit, memory_limit, spin, submit_timeout, submit_timeout)
-        return super().__new__(cls, False, name, domain, device, *jobs, order, workers_max, handshake_timeout)
+        last = (order == "completion", workers_max, handshake_timeout)
+        return super().__new__(cls, False, name, domain, device, *jobs, *last)
 
     @property
     def name(self) -> str:
@@ -277,7 +281,7 @@ class Client(_warpipe._Jobs):
         spin: float | None = None,
     ) -> Self:
         jobs = (prefetch, max_attempts, lease_timeout, limit, memory_limit, spin, timeout, loan_timeout)
-        return super().__new__(cls, True, service, domain, device, *jobs, "submission", 0, 0.0)
+        return super().__new__(cls, True, service, domain, device, *jobs, False, 0, 0.0)
 
     @property
     def service(self) -> str:
@@ -428,20 +432,22 @@ def _leave_lease(
 
 
 def _leave_loan(
-    self: _warpipe.Output | _warpipe.SampleMut,
+    self: _warpipe.Loan,
     kind: type[BaseException] | None,
     _error: BaseException | None,
     _trace: TracebackType | None,
     /,
 ) -> None:
-    """It is handed on, or goes back if the block raised."""
+    """It is handed on, or goes back if the block raised, or if it knows no way on."""
     if not self.released:
         if kind is not None:
             self.discard()
         elif isinstance(self, _warpipe.Output):
             self._lease.complete(self)
-        else:
+        elif isinstance(self, _warpipe.SampleMut):
             self.send()
+        else:
+            self.discard()
 
 
 def _complete() -> None:
@@ -449,10 +455,10 @@ def _complete() -> None:
     lease: Any = _warpipe.Lease
     lease.__exit__ = _leave_lease
     results: Any = _warpipe.Results
-    results.__aiter__, results.__anext__ = lambda self: self, next_result
-    loan: Any
-    for loan in (_warpipe.Output, _warpipe.SampleMut):
-        loan.__exit__ = _leave_loan
+    results.__iter__ = results.__aiter__ = lambda self: self
+    results.__anext__ = next_result
+    loan: Any = _warpipe.Loan
+    loan.__exit__ = _leave_loan
 
 
 _complete()

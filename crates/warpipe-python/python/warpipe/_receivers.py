@@ -30,6 +30,9 @@ class Receiver(_warpipe._Receiver, Generic[_Item]):
     async def _next_async(self, timeout: _Timeout = ...) -> _Item:
         return await next_of(self, self._try, self._last, self._limit(timeout))
 
+    def __iter__(self) -> Self:
+        return self
+
     def __aiter__(self) -> Self:
         return self
 

@@ -5,16 +5,33 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ._dtypes import of_typestr, shape_of
-from ._errors import DTypeError, Error, ExportError, LayoutError, NotATensorError
+from ._errors import ArgumentError, CopyWarning, DTypeError, Error, ExportError, LayoutError, NotATensorError
 
 # The next step for tensors that cannot be published where they lie.
 IN_PLACE = "allocate it in warpipe.torch.pool() or in expandable segments, without gaps"
 
 _Value = TypeVar("_Value")
+
+
+def items(argument: str, mapping: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """The names and values of an argument that is a mapping of one at least."""
+    found = list(mapping.items())
+    if not found:
+        raise ArgumentError(f"{argument} is an empty mapping; allowed is at least one named tensor")
+    for name, _ in found:
+        if not isinstance(name, str):
+            raise TypeError(f"the name {name!r} is a {type(name).__qualname__}; names of tensors are texts")
+    return found
+
+
+def warn_of_copy(why: Error) -> None:
+    """A tensor that was to be sent in place is copied."""
+    warnings.warn(f"zero_copy: the tensor is copied: {why}", CopyWarning, stacklevel=2)
 
 
 def prepared(tensor: Any) -> Any:

@@ -457,7 +457,13 @@ class Loan(_Tensor):
     def _fill_part(self, name: str, tensor: Any) -> None: ...
     def __getitem__(self, key: Any, /) -> Any: ...
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
-    def __exit__(self, *_exception: object) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+        /,
+    ) -> None: ...
 
 @final
 class SampleMut(Loan):
@@ -474,13 +480,6 @@ class SampleMut(Loan):
         Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``,
         ``ReleasedError``, ``DriverError``.
         """
-    def __exit__(  # type: ignore[override]
-        self,
-        kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-        /,
-    ) -> None: ...
 
 @disjoint_base
 class _Receiver(Closeable):
@@ -526,7 +525,6 @@ class _Receiver(Closeable):
         """Closes the link: it takes no more items. Received samples and leases stay valid, and leases can
         still be answered. Closing twice is no error.
         """
-    def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
 
 @disjoint_base
@@ -632,7 +630,7 @@ class _Jobs(Closeable):
         spin: float | None,
         timeout: float | None,
         loan_timeout: float | None,
-        order: str,
+        by_completion: bool,
         workers_max: int,
         handshake_timeout: float,
     ) -> Self: ...
@@ -866,13 +864,6 @@ class Output(Loan):
     """
     @property
     def _lease(self) -> Lease: ...
-    def __exit__(  # type: ignore[override]
-        self,
-        kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-        /,
-    ) -> None: ...
 
 @final
 class Pending(_Future):
@@ -1438,13 +1429,11 @@ class View(_Held):
         if the work before it takes over 10 s; the copy is still done then.
         """
     def write(self, data: _BytesLike, offset: int = 0, *, stream: _StreamLike | None = None) -> None:
-        """Copies the bytes of ``data``, any buffer of the host, to byte ``offset``
-        (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed at once. Without a
-        stream the copy is complete when this returns.
+        """Copies the bytes of ``data``, any buffer of the host, to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of
+        ``stream``; they may be changed at once. Without a stream the copy is complete when this returns.
 
-        Raises ``ArgumentError``, also for read-only memory, ``ReleasedError``,
-        ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
-        done then.
+        Raises ``ArgumentError``, also for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError`` if the work
+        before it takes over 10 s; the copy is still done then.
         """
     def used_on(self, *, stream: _StreamLike) -> None:
         """Records work on this memory on ``stream``, beside that of arrays: the memory is not released
@@ -1951,20 +1940,17 @@ class Follower:
     def version(self) -> int:
         """The number of that version."""
     def update(self, stream: _StreamLike | None = None, *, timeout: float | None = 10.0) -> int | None:
-        """Takes the newest version, if there is a later one now, at the same addresses; returns its
-        number, or None if there is none, also while the name has no keeper. Between steps of an
-        engine, call it with the stream of its work.
+        """Takes the newest version, if there is a later one now, at the same addresses; returns its number, or None if there
+        is none, also while the name has no keeper. Between steps of an engine, call it with the stream of its work.
 
-        It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream``
-        (None: the current streams of PyTorch and CuPy) was given, and the streams on which tensors
-        of the weights were made. Later work reads the new version. Work on any other stream may not
-        touch the weights meanwhile: for a moment the addresses have no memory. The new version is
-        taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
+        It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream`` (None: the current streams
+        of PyTorch and CuPy) was given, and the streams on which tensors of the weights were made. Later work reads the new
+        version. Work on any other stream may not touch the weights meanwhile: for a moment the addresses have no memory. The
+        new version is taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
 
-        Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or
-        offsets, before anything is changed; ``TimeoutError`` when the work is not done in time, or when
-        other weights that this process has open share memory that has to change;
-        ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
+        Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or offsets, before anything is
+        changed; ``TimeoutError`` when the work is not done in time, or when other weights that this process has open share
+        memory that has to change; ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
         """
     def _update(
         self, stream: _StreamLike | None = None, timeout: float | None = 10.0

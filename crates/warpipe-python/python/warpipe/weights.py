@@ -316,8 +316,27 @@ def _given_metadata(self: SharedWeights) -> Any:
     return json.loads(text) if text else None
 
 
+def _update(self: Follower, stream: Any = None, *, timeout: float | None = 10.0) -> int | None:
+    """Takes the newest version, if there is a later one now, at the same addresses; returns its number, or None if there
+    is none, also while the name has no keeper. Between steps of an engine, call it with the stream of its work.
+
+    It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream`` (None: the current streams
+    of PyTorch and CuPy) was given, and the streams on which tensors of the weights were made. Later work reads the new
+    version. Work on any other stream may not touch the weights meanwhile: for a moment the addresses have no memory. The
+    new version is taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
+
+    Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or offsets, before anything is
+    changed; ``TimeoutError`` when the work is not done in time, or when other weights that this process has open share
+    memory that has to change; ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
+    """
+    version: int | None = self._update(stream, timeout)[0]
+    return version
+
+
 def _complete() -> None:
     """Makes open weights a mapping."""
+    follower: Any = Follower
+    follower.update = _update
     weights: Any = SharedWeights
     weights.values, weights.items, weights.get = _values, _items, _get
     weights.__iter__ = lambda self: iter(self.keys())
