@@ -6,6 +6,7 @@ itself, so the types that warpipe has no name for are carried, too.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import operator
@@ -70,7 +71,7 @@ class Numpy:
         return found, found.itemsize
 
     def device(self, array: Any) -> tuple[str, warpipe.Device]:
-        return "cpu", warpipe.Device("host")
+        return "cpu", _device("host")
 
     def check(self, array: Any) -> None:
         if not isinstance(array, self._numpy.ndarray):
@@ -80,7 +81,7 @@ class Numpy:
         whole = array
         while isinstance(whole.base, self._numpy.ndarray):
             whole = whole.base
-        return (whole.ctypes.data, array.ctypes.data) if array.flags.c_contiguous else None
+        return (_address(whole), _address(array)) if array.flags.c_contiguous else None
 
     def over(self, memory: warpipe.View, dtype: Any, shape: tuple[int, ...]) -> Any:
         return self.shaped(memory.numpy(), dtype, shape)
@@ -120,7 +121,7 @@ class Torch:
         kind = array.device.type
         if kind not in self.devices:
             raise warpipe.ArgumentError(f"the tensor lies on {array.device}; move it to a GPU of CUDA, or to the CPU")
-        return kind, warpipe.Device("host" if kind == "cpu" else array.device.index)
+        return kind, _device("host" if kind == "cpu" else array.device.index)
 
     def check(self, array: Any) -> None:
         if not isinstance(array, self._torch.Tensor):
@@ -165,6 +166,16 @@ class Torch:
             if self._torch.cuda.is_available():
                 return warpipe.Device(self._torch.cuda.current_device())
             raise
+
+
+@functools.cache
+def _device(place: str | int) -> warpipe.Device:
+    return warpipe.Device(place)
+
+
+def _address(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def library_of_type(data_type: type) -> Library:
