@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::Outcome;
@@ -28,6 +29,13 @@ fn tools(workspace: &Workspace) -> Outcome<PathBuf> {
         ..Packages::default()
     };
     environment(workspace, "python-build", &packages)
+}
+
+/// Makes the environments of [`tests`], which waits for the index most of its time.
+pub fn environments(workspace: &Workspace) -> Outcome<Counts> {
+    tools(workspace)?;
+    TESTED.environment(workspace)?;
+    Ok(Counts::default())
 }
 
 fn wheel_tools(workspace: &Workspace) -> Outcome<PathBuf> {
@@ -231,11 +239,22 @@ fn installed(workspace: &Workspace, tested: &Tested) -> Outcome<PathBuf> {
     Ok(environment)
 }
 
-/// The package as it stands, built without optimisation.
+/// Builds the package for [`tests`], which then find it.
+pub fn build_for_tests(workspace: &Workspace) -> Outcome<Counts> {
+    unoptimised_wheel(workspace).map(|_| Counts::default())
+}
+
+/// The package as it stands, built without optimisation, once.
 pub fn unoptimised_wheel(workspace: &Workspace) -> Outcome<PathBuf> {
+    static BUILT: Mutex<Option<PathBuf>> = Mutex::new(None);
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(wheel) = &*built {
+        return Ok(wheel.clone());
+    }
     let (tools, folder) = (tools(workspace)?, workspace.target.join("python-dev"));
     let options = ["--profile", "dev", "--compatibility", "linux"];
-    build(workspace, &tools, &folder, &options, &[])
+    let wheel = build(workspace, &tools, &folder, &options, &[])?;
+    Ok(built.insert(wheel).clone())
 }
 
 /// Writes the stub of the native half, `_warpipe.pyi`, from its types and the texts as built now.
@@ -369,6 +388,8 @@ fn pytest(environment: &Path) -> Task {
             "worksteal",
         ])
         .env("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        // Hundreds of processes import the same modules.
+        .env("PYTHONDONTWRITEBYTECODE", "")
 }
 
 fn counted(workspace: &Workspace, pytest: Task) -> Outcome<Counts> {

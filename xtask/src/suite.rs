@@ -62,16 +62,28 @@ pub fn run(workspace: Workspace, long: bool) -> bool {
         workspace: &built,
         steps: Vec::new(),
     };
-    suite.static_checks();
-    suite.tests(long);
-    suite.conformance(long);
-    suite.step("C interface", c::test);
-    suite.step("examples in C++", c::run_examples);
-    suite.step("snippets in C and C++", c::check_snippets);
-    suite.beside(Suite::python, |suite| {
-        suite.verify();
-        suite.check("comparison with others, for a moment", comparison::check);
-    });
+    suite.beside(
+        |suite| {
+            suite.static_checks();
+            suite.build();
+        },
+        |suite| suite.step("environments of Python", python::environments),
+    );
+    suite.beside(
+        |suite| {
+            suite.tests(long);
+            suite.conformance(long);
+            suite.step("C interface", c::test);
+            suite.step("examples in C++", c::run_examples);
+            suite.step("snippets in C and C++", c::check_snippets);
+            suite.python();
+        },
+        |suite| {
+            suite.step("build of the Python package", python::build_for_tests);
+            suite.verify();
+            suite.check("comparison with others, for a moment", comparison::check);
+        },
+    );
     suite.report()
 }
 
@@ -159,9 +171,8 @@ impl Integration {
 }
 
 impl Suite<'_> {
-    /// Makes steps that wait for most of their time, and beside them steps that build, with what the
-    /// first leave of the CPUs.
-    fn beside(&mut self, waiting: fn(&mut Self), building: fn(&mut Self)) {
+    /// Makes the first steps, and beside them the second, with what the first leave of the CPUs.
+    fn beside(&mut self, first: impl FnOnce(&mut Self), second: impl FnOnce(&mut Self) + Send) {
         let mut beside = Suite {
             workspace: self.workspace,
             steps: Vec::new(),
@@ -169,9 +180,9 @@ impl Suite<'_> {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 give_way();
-                building(&mut beside);
+                second(&mut beside);
             });
-            waiting(self);
+            first(self);
         });
         self.steps.append(&mut beside.steps);
     }
@@ -226,13 +237,16 @@ impl Suite<'_> {
         self.check("packages for a registry", packages::check);
     }
 
-    fn tests(&mut self, long: bool) {
-        // Their test runs them as programs.
+    /// In one command, so that no core waits for the last of one kind.
+    fn build(&mut self) {
         self.cargo(
-            "build of the examples",
-            &of_workspace("build", &["--examples"]),
+            "build of the tests and examples",
+            &of_workspace("build", &["--bins", "--tests", "--examples"]),
             Dialect::ExitCode,
         );
+    }
+
+    fn tests(&mut self, long: bool) {
         if succeeds(&cargo(), &["nextest", "--version"]) {
             let arguments = [
                 "nextest",
