@@ -15,7 +15,7 @@ use crate::lmcache;
 use crate::nixl;
 use crate::packages;
 use crate::pages;
-use crate::process::{Task, give_way, take_failures};
+use crate::process::{Task, build_once, give_way, take_failures};
 use crate::ptx;
 use crate::python;
 use crate::ray;
@@ -62,6 +62,7 @@ pub fn run(workspace: Workspace, long: bool) -> bool {
         workspace: &built,
         steps: Vec::new(),
     };
+    build_once();
     suite.beside(
         |suite| {
             suite.static_checks();
