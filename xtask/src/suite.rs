@@ -1,4 +1,5 @@
-//! `cargo xtask test`: every check that needs no GPU, one after the other, and their sum.
+//! `cargo xtask test`: every check that needs no GPU, and their sum. What builds for itself alone runs
+//! beside the tests, which wait for half of their time.
 
 use std::fs;
 use std::path::Path;
