@@ -78,6 +78,7 @@ cases! {
     PEERS = peers;
     IDENTITY = identity;
     LEGACY = legacy;
+    LEGACY_REFUSED_CLOSE = legacy_refused_close;
     LEGACY_FREED = legacy_freed;
     LEGACY_RAW = legacy_raw;
     LEGACY_OWN = legacy_own;

@@ -9,6 +9,8 @@ use warpipe::{
     Device, DeviceFault, Error, HandleFault, LegacyHandle, LegacyMemory, LimitFault, PointerKind,
 };
 
+use warpipe_testkit::eventually;
+
 use super::cases::{MIB, PATIENCE, download, driver_library, gpu, release, words};
 use super::process::{self, CASE};
 
@@ -131,6 +133,22 @@ pub fn legacy() {
         Err(Error::PeerGone { pid, .. }) => assert_eq!(pid, exporter.child.id() as i32),
         other => panic!("{other:?}"),
     }
+}
+
+/// The driver refuses twice to close it.
+pub fn legacy_refused_close() {
+    let device = gpu();
+    let exporter = Exporter::start("0");
+    let memory = exporter.handle.open(&device).unwrap();
+    let (ptr, backend) = (memory.ptr(), device.backend());
+    let kind = || backend.locate(ptr).unwrap().kind;
+    let refused = memory.close(PATIENCE).unwrap_err();
+    assert!(matches!(refused, Error::Driver { .. }), "{refused:?}");
+    assert!(
+        eventually(PATIENCE, || kind() == PointerKind::Unknown),
+        "it is open"
+    );
+    assert_eq!(backend.bytes_held(), 0);
 }
 
 pub fn legacy_freed() {

@@ -308,6 +308,14 @@ fn a_legacy_handle_opens_once_stays_with_a_dead_exporter_and_opens_no_more() {
 }
 
 #[test]
+fn legacy_memory_that_the_driver_does_not_close_is_closed_later() {
+    let fail = "cuIpcCloseMemHandle:1:999,cuIpcCloseMemHandle:2:999";
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", fail)
+        .run(cases::LEGACY_REFUSED_CLOSE);
+}
+
+#[test]
 fn a_legacy_handle_of_freed_memory_is_stale() {
     FakeDriver::new().run(cases::LEGACY_FREED);
 }

@@ -331,7 +331,8 @@ pub trait Imports {
     /// `retained` came from `retain_mapped` of this backend and is not released.
     unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd>;
 
-    /// `cuMemRelease` of a retained allocation.
+    /// `cuMemRelease` of a retained allocation. After an error it is held, and this may be called
+    /// again.
     ///
     /// # Safety
     /// `retained` came from `retain_mapped` of this backend and is released once.
@@ -568,7 +569,7 @@ pub trait Ipc {
     fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr>;
 
     /// `cuIpcCloseMemHandle`. [`Error::Handle`](crate::Error::Handle) for memory that
-    /// is not open.
+    /// is not open. After another error it is open, and this may be called again.
     ///
     /// # Safety
     /// No enqueued work uses the memory, unless it is open more than once.

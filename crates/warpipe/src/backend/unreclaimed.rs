@@ -1,11 +1,11 @@
 //! Memory that a device has not released. **This module is marked for unsafe**: it unregisters and
 //! unmaps memory.
 //!
-//! The driver may still use memory that it refuses to unregister or to unmap, so this memory stays
-//! as it is, and is counted ([`process_stats`](crate::process_stats)). So does memory when its
-//! [unregistration](crate::backend::Regions::unregister) would block. The reaper retries with each
-//! tick. Memory of a device that was reset is not retried: its addresses and handles may belong to
-//! others by now.
+//! The driver may still use memory that it refuses to unregister, to unmap or to close, so this
+//! memory stays as it is, and is counted ([`process_stats`](crate::process_stats)). So does memory
+//! when its [unregistration](crate::backend::Regions::unregister) would block. The reaper retries
+//! with each tick. Memory of a device that was reset is not retried: its addresses and handles may
+//! belong to others by now.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicU64;
@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex};
 
 use rustix::mm::munmap;
 
-use super::{Backend, RawRegion};
-use crate::error::Result;
+use super::{Backend, DevicePtr, RawRegion, Retained};
+use crate::error::{Error, HandleFault, Result};
 use crate::fork::per_process::PerProcess;
 
 /// The number of such mappings and regions, and their bytes. A forked child starts at zero.
@@ -44,6 +44,12 @@ enum Kind {
         base: *mut u8,
         bytes: usize,
     },
+    /// Legacy memory of another process, which is open.
+    Legacy {
+        base: DevicePtr,
+        bytes: u64,
+    },
+    Retained(Retained),
 }
 
 // SAFETY: the address is that of a mapping that nothing else has.
@@ -83,6 +89,22 @@ pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes
 /// As for [`Regions::release`](crate::backend::Regions::release).
 pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, region: RawRegion) {
     release_or_keep(backend, Kind::Region(region));
+}
+
+/// [`Ipc::close_legacy`](crate::backend::Ipc::close_legacy), now or later.
+///
+/// # Safety
+/// As for [`Ipc::close_legacy`](crate::backend::Ipc::close_legacy).
+pub(crate) unsafe fn close_legacy(backend: &Arc<dyn Backend>, base: DevicePtr, bytes: u64) {
+    release_or_keep(backend, Kind::Legacy { base, bytes });
+}
+
+/// [`Imports::release_retained`](crate::backend::Imports::release_retained), now or later.
+///
+/// # Safety
+/// As for [`Imports::release_retained`](crate::backend::Imports::release_retained).
+pub(crate) unsafe fn release_retained(backend: &Arc<dyn Backend>, retained: Retained) {
+    release_or_keep(backend, Kind::Retained(retained));
 }
 
 fn release_or_keep(backend: &Arc<dyn Backend>, of: Kind) {
@@ -139,6 +161,8 @@ impl UnreclaimedMemory {
         match self.of {
             Kind::Region(region) => region.bytes,
             Kind::Registered { bytes, .. } => bytes as u64,
+            Kind::Legacy { bytes, .. } => bytes,
+            Kind::Retained(retained) => retained.bytes,
         }
     }
 
@@ -155,6 +179,16 @@ impl UnreclaimedMemory {
                 let _ = unsafe { munmap(base.cast(), *bytes) };
                 Ok(())
             }
+            // SAFETY: as above; it is open still.
+            Kind::Legacy { base, .. } => match unsafe { self.backend.close_legacy(*base) } {
+                Err(Error::Handle {
+                    fault: HandleFault::NotOpen(_),
+                    ..
+                }) => Ok(()),
+                closed => closed,
+            },
+            // SAFETY: as above; it is held still.
+            Kind::Retained(retained) => unsafe { self.backend.release_retained(retained) },
         }
     }
 }
@@ -170,6 +204,7 @@ mod tests {
     use crate::backend::testing::{Failing, Hook, Wrapped};
     use crate::device::Device;
     use crate::error::Error;
+    use crate::memory::pieces::Piece;
     use crate::memory::region::Region;
     use crate::runtime::reactor::Reactor;
     use crate::shm::page::{PAGE_BYTES, SharedPage};
@@ -267,6 +302,29 @@ mod tests {
                 comes_back(hook.hook(), place, part);
             }
             comes_back(hook.hook(), region.ptr() as usize, move || drop(region));
+        });
+    }
+
+    #[test]
+    fn memory_of_others_is_let_go_once_a_device_does_and_what_is_not_open_at_once() {
+        let test = "memory_of_others_is_let_go_once_a_device_does_and_what_is_not_open_at_once";
+        crate::hostile::alone(module_path!(), test, || {
+            let hook = Wrapped::new(Device::host().backend().clone(), Failing::default());
+            let device = Device::from_backend(hook.clone());
+            let region = Region::allocate(&device, device.backend().granularity()).unwrap();
+            let piece = Piece::at(&device, region.ptr()).unwrap();
+            let is_kept = |method, part: &mut dyn FnMut()| {
+                hook.hook().aim(method, 1);
+                part();
+                let kept = totals();
+                retry_all();
+                (kept, totals()) == ((1, 4096), (0, 0))
+            };
+            let mut piece = Some(piece);
+            assert!(is_kept("release_retained", &mut || drop(piece.take())));
+            // SAFETY: nothing is open there.
+            let mut close = || unsafe { close_legacy(device.backend(), 1, 4096) };
+            assert!(is_kept("close_legacy", &mut close));
         });
     }
 

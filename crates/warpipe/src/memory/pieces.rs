@@ -1,7 +1,7 @@
 //! Allocations of other code, held by the process that shares them. **This module is marked for
 //! unsafe**: it releases what it holds.
 
-use crate::backend::{DevicePtr, PointerKind, Retained};
+use crate::backend::{DevicePtr, PointerKind, Retained, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
@@ -62,9 +62,8 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        // SAFETY: retained once, in `at`. An error leaves the allocation held: a leak, which the
-        // process's end reclaims.
-        let _ = unsafe { self.device.backend().release_retained(&self.retained) };
+        // SAFETY: retained once, in `at`.
+        unsafe { unreclaimed::release_retained(self.device.backend(), self.retained) };
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use super::LegacyHandle;
-use crate::backend::{Access, DeviceId, DevicePtr, IpcBytes};
+use crate::backend::{Access, DeviceId, DevicePtr, IpcBytes, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -43,19 +43,23 @@ pub(crate) struct Import {
 
 impl Import {
     fn close(&mut self) -> Result<()> {
-        match self.base.take() {
-            // SAFETY: opened once, in `open`, and closed once: the base is taken. The last owner
-            // gave it up when the streams that used the memory were proven to be past their work.
-            Some(base) => unsafe { self.device.backend().close_legacy(base) },
-            None => Ok(()),
-        }
+        let Some(base) = self.base else {
+            return Ok(());
+        };
+        // SAFETY: opened once, in `open`, and closed once: the base is taken then. The last owner
+        // gave it up when the streams that used the memory were proven to be past their work.
+        unsafe { self.device.backend().close_legacy(base) }?;
+        self.base = None;
+        Ok(())
     }
 }
 
 impl Drop for Import {
     fn drop(&mut self) {
-        // Nobody is left to be told.
-        let _ = self.close();
+        if let Some(base) = self.base {
+            // SAFETY: as above.
+            unsafe { unreclaimed::close_legacy(self.device.backend(), base, self.bytes) };
+        }
     }
 }
 

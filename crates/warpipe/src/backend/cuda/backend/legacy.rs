@@ -162,10 +162,13 @@ impl Ipc for CudaBackend {
         // SAFETY: the caller's promise.
         unsafe { self.driver.cuIpcCloseMemHandle(base) }.map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) {
-                Error::legacy(HandleFault::NotOpen(base))
-            } else {
-                fault.into()
+                return Error::legacy(HandleFault::NotOpen(base));
             }
+            // It is open as before.
+            let bytes = closed.unwrap_or(0);
+            let again = self.ipc_handles.opened.locked().open(base, bytes, ());
+            self.held.fetch_add(again, Ordering::Relaxed);
+            fault.into()
         })
     }
 }
