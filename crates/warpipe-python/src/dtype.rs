@@ -26,10 +26,9 @@ pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
         return Ok(dtype);
     }
     let module = found.py().import("warpipe._dtypes")?;
-    let (name, is_constant) = module
-        .call_method1("name_of", (found,))?
-        .extract::<(Bound<'_, PyAny>, bool)>()?;
-    let dtype = named(&name)?;
+    let named = module.call_method1("name_of", (found,))?;
+    let (name, is_constant) = named.extract::<(Bound<'_, PyAny>, bool)>()?;
+    let dtype = self::named(&name)?;
     if is_constant {
         remember(found, dtype);
     }
@@ -40,10 +39,8 @@ pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
 /// saves time.
 fn known(found: &Bound<'_, PyAny>) -> Option<DType> {
     let table = KNOWN.try_lock().ok()?;
-    table
-        .iter()
-        .find(|(known, _)| known.is(found))
-        .map(|(_, dtype)| *dtype)
+    let known = table.iter().find(|(known, _)| known.is(found));
+    known.map(|(_, dtype)| *dtype)
 }
 
 fn remember(found: &Bound<'_, PyAny>, dtype: DType) {
@@ -99,9 +96,8 @@ pub fn shape(found: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
         return Ok(shape);
     }
     let module = found.py().import("warpipe._dtypes")?;
-    module
-        .call_method1("shape_of", (found, RANK_MAX))?
-        .extract()
+    let shape = module.call_method1("shape_of", (found, RANK_MAX))?;
+    shape.extract()
 }
 
 /// The layout of a row-major tensor.

@@ -235,10 +235,8 @@ impl Future {
                 return Ok(Some(false));
             }
             // Not before a thread that cancels has said so.
-            Ok(self
-                .turn
-                .with(slice, |()| self.is_cancelled())
-                .unwrap_or(None))
+            let looked = self.turn.with(slice, |()| self.is_cancelled());
+            Ok(looked.unwrap_or(None))
         };
         Ok(in_slices(py, None, look)?.unwrap_or(false))
     }

@@ -80,9 +80,8 @@ impl Callback {
 
     /// For the owner's `__traverse__`, which must not wait.
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.0
-            .try_lock()
-            .map_or(Ok(()), |function| visit.call(&*function))
+        let function = self.0.try_lock();
+        function.map_or(Ok(()), |function| visit.call(&*function))
     }
 
     /// Takes the function away; it is not called any more.
@@ -202,10 +201,8 @@ pub fn _has_open() -> bool {
 /// Closes all open endpoints, and waits a moment for threads that use them: each leaves its wait
 /// within a slice.
 fn close_all(py: Python<'_>) {
-    let mut open = OPEN
-        .try_lock()
-        .map(|mut open| std::mem::take(&mut *open))
-        .unwrap_or_default();
+    let open = OPEN.try_lock();
+    let mut open = open.map_or_else(|_| Vec::new(), |mut open| std::mem::take(&mut *open));
     open.retain(|(home, _)| home.is_here());
     open.iter()
         .filter_map(|(_, known)| known.upgrade())

@@ -335,9 +335,8 @@ impl JobEndpoint {
     /// The endpoint while it is open. Look it up anew for each slice of a wait: then closing ends
     /// the wait.
     pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
-        self.handle
-            .open()?
-            .ok_or_else(|| Error::State(StateFault::QueueClosed(self.name.clone())).into())
+        let closed = || Error::State(StateFault::QueueClosed(self.name.clone())).into();
+        self.handle.open()?.ok_or_else(closed)
     }
 
     /// Drops them without the lock, which a thread may want that has the interpreter.

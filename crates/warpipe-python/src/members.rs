@@ -177,9 +177,8 @@ impl Members {
             py.check_signals()?;
             let members = self.handle.get()?;
             let found = members.changes(Duration::ZERO).map_err(Fault::from)?;
-            let left = timeout
-                .0
-                .map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
+            let left = |timeout: Duration| timeout.saturating_sub(start.elapsed());
+            let left = timeout.0.map_or(SLICE, left);
             if found.is_some() || left.is_zero() {
                 return Ok(found.map(Info));
             }
@@ -239,9 +238,8 @@ impl Members {
         let Ok(callbacks) = self.callbacks.try_lock() else {
             return Ok(());
         };
-        callbacks
-            .iter()
-            .try_for_each(|callback| callback.traverse(&visit))
+        let mut all = callbacks.iter();
+        all.try_for_each(|callback| callback.traverse(&visit))
     }
 
     fn __clear__(&self) {

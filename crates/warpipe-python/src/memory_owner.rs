@@ -254,10 +254,8 @@ impl MemoryOwner {
     pub fn fence(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.memory().used_on(consumer.linked());
-        if let Some(own) = self
-            .copying()?
-            .filter(|own| own.raw() != consumer.linked().raw())
-        {
+        let copying = self.copying()?;
+        if let Some(own) = copying.filter(|own| own.raw() != consumer.linked().raw()) {
             consumer.linked().wait_for(own)?;
             consumer.led()?;
         }
@@ -268,9 +266,8 @@ impl MemoryOwner {
     pub fn settle(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
         self.home.check()?;
         let followed = py.detach(|| self.consumers.followed())?;
-        followed
-            .iter()
-            .try_for_each(|stream| await_stream(py, stream, timeout))
+        let mut all = followed.iter();
+        all.try_for_each(|stream| await_stream(py, stream, timeout))
     }
 
     /// [`settle`](Self::settle) with the default limit.

@@ -71,9 +71,8 @@ impl Pool {
         quotas: HashMap<u32, QuotaArgument>,
     ) -> PyResult<Py<Pool>> {
         let (domain, device) = place(domain, device)?;
-        let quotas = quotas
-            .into_iter()
-            .map(|(uid, quota)| (uid, quota_of(quota)));
+        let quotas = quotas.into_iter();
+        let quotas = quotas.map(|(uid, quota)| (uid, quota_of(quota)));
         let options = warpipe::PoolOptions {
             memory_limit,
             reserve,

@@ -170,13 +170,11 @@ impl Receiver {
     }
 
     fn look(&self, source: &mut Source, limit: Duration) -> Result<Item, Error> {
-        let unused = locked(&self.shared.unused)
-            .as_mut()
-            .and_then(VecDeque::pop_front);
-        unused.map_or_else(
-            || source.take(&self.context.stream, limit),
-            |unused| Ok(Item::Unused(unused)),
-        )
+        let mut unused = locked(&self.shared.unused);
+        let first = unused.as_mut().and_then(VecDeque::pop_front);
+        drop(unused);
+        let take = || source.take(&self.context.stream, limit);
+        first.map_or_else(take, |first| Ok(Item::Unused(first)))
     }
 
     /// The item as Python has it.

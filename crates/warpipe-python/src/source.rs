@@ -386,9 +386,8 @@ fn reader(
     } else {
         None
     };
-    let current = current
-        .map(|raw| Consumer::foreign(py, device, raw))
-        .transpose()?;
+    let current = current.map(|raw| Consumer::foreign(py, device, raw));
+    let current = current.transpose()?;
     Ok(match (stream, current) {
         (Some(asked), Some(current)) if asked.stream.raw() == current.stream.raw() => {
             (current, true)
@@ -431,11 +430,8 @@ fn check_owner(
 
 /// Whether the object's class belongs to a package.
 fn is_from(found: &Bound<'_, PyAny>, package: &str) -> PyResult<bool> {
-    let module: String = found
-        .get_type()
-        .getattr("__module__")?
-        .extract()
-        .unwrap_or_default();
+    let module = found.get_type().getattr("__module__")?;
+    let module: String = module.extract().unwrap_or_default();
     let root = module.split('.').next().unwrap_or_default();
     Ok(root == package || (package == "jax" && root == "jaxlib"))
 }

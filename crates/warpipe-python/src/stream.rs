@@ -402,19 +402,15 @@ impl Consumers {
     }
 
     fn find(&self, consumer: &Consumer) -> Option<User> {
-        locked(&self.list)
-            .iter()
-            .find(|user| user.is(consumer))
-            .cloned()
+        let list = locked(&self.list);
+        list.iter().find(|user| user.is(consumer)).cloned()
     }
 
     /// A stream for each, after all work that it has enqueued so far.
     pub fn followed(&self) -> Outcome<Vec<warpipe::Stream>> {
         let users = locked(&self.list).clone();
-        users
-            .iter()
-            .map(|user| self.follow(&user.consumer, &user.asked))
-            .collect()
+        let follow = |user: &User| self.follow(&user.consumer, &user.asked);
+        users.iter().map(follow).collect()
     }
 
     /// A stream of the library that is after all work that the consumer has enqueued so far.
@@ -487,9 +483,8 @@ fn torch_owns(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<
 
 /// CuPy's current stream, if CuPy is imported.
 pub fn cupy_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option<usize>> {
-    cupy_current(py, device)?
-        .map(|stream| stream.getattr("ptr")?.extract())
-        .transpose()
+    let number = |stream: Bound<'_, PyAny>| stream.getattr("ptr")?.extract();
+    cupy_current(py, device)?.map(number).transpose()
 }
 
 fn cupy_current<'py>(
@@ -509,9 +504,6 @@ fn cupy_current<'py>(
 /// stream is named.
 pub fn likely(py: Python<'_>, device: &warpipe::Device) -> PyResult<Vec<Consumer>> {
     let named = [torch_stream(py, device)?, cupy_stream(py, device)?, Some(0)];
-    named
-        .into_iter()
-        .flatten()
-        .map(|raw| Consumer::foreign(py, device, raw))
-        .collect()
+    let foreign = |raw| Consumer::foreign(py, device, raw);
+    named.into_iter().flatten().map(foreign).collect()
 }

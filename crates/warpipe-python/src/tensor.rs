@@ -230,10 +230,8 @@ impl Tensor {
     /// The size of the elements, in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
-        self.owner
-            .layout
-            .elements()
-            .saturating_mul(self.owner.layout.dtype().bytes())
+        let layout = &self.owner.layout;
+        layout.elements().saturating_mul(layout.dtype().bytes())
     }
 
     /// The device that it is used with.

@@ -34,9 +34,8 @@ static FOUND: Mutex<Option<Arc<Torch>>> = Mutex::new(None);
 
 /// The imported `torch`, if any.
 pub fn found(py: Python<'_>) -> PyResult<Option<Arc<Torch>>> {
-    imported(py, "torch")?
-        .map(|module| Torch::of(&module))
-        .transpose()
+    let module = imported(py, "torch")?;
+    module.map(|module| Torch::of(&module)).transpose()
 }
 
 impl Torch {

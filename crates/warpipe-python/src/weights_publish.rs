@@ -210,9 +210,8 @@ impl<'py> Search<'_, 'py> {
                 object,
                 source,
             };
-            let address = tensor
-                .address()
-                .map(|address| (address, tensor.source.layout));
+            let layout = tensor.source.layout;
+            let address = tensor.address().map(|address| (address, layout));
             match address.map(|address| *known.entry(address).or_insert(all.len())) {
                 Some(first) if first < all.len() => aliases.push((tensor.name, first)),
                 _ => all.push(tensor),

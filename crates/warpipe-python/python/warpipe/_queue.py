@@ -438,7 +438,7 @@ def _leave_loan(
     _trace: TracebackType | None,
     /,
 ) -> None:
-    """It is handed on, or goes back if the block raised, or if it knows no way on."""
+    """A result is completed, and a sample sent. Any other loan goes back, and each if the block raised."""
     if not self.released:
         if kind is not None:
             self.discard()

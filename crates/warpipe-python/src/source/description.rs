@@ -41,12 +41,8 @@ impl ArrayDescription {
     }
 
     pub(super) fn of_import(tensor: &Imported) -> ArrayDescription {
-        ArrayDescription::new(
-            tensor.dtype(),
-            tensor.shape().to_vec(),
-            tensor.strides().to_vec(),
-            tensor.address(),
-        )
+        let (shape, strides) = (tensor.shape().to_vec(), tensor.strides().to_vec());
+        ArrayDescription::new(tensor.dtype(), shape, strides, tensor.address())
     }
 
     /// Reads a buffer (PEP 3118).
