@@ -34,21 +34,19 @@ struct Retries {
 /// Memory that only the device may still use.
 struct UnreclaimedMemory {
     backend: Arc<dyn Backend>,
-    of: Kind,
+    of: Held,
 }
 
-enum Kind {
+/// What a device is to let go of, and the length of what does not say it.
+pub(crate) enum Held {
+    /// By [`Regions::release`](crate::backend::Regions::release).
     Region(RawRegion),
-    /// Registered memory of this process.
-    Registered {
-        base: *mut u8,
-        bytes: usize,
-    },
-    /// Legacy memory of another process, which is open.
-    Legacy {
-        base: DevicePtr,
-        bytes: u64,
-    },
+    /// By [`Regions::unregister`](crate::backend::Regions::unregister): a mapping of its own, which
+    /// is unmapped then.
+    Registered(*mut u8, usize),
+    /// By [`Ipc::close_legacy`](crate::backend::Ipc::close_legacy).
+    Legacy(DevicePtr, u64),
+    /// By [`Imports::release_retained`](crate::backend::Imports::release_retained).
     Retained(Retained),
 }
 
@@ -74,40 +72,11 @@ fn count_given_back(bytes: u64) {
     all.fetch_sub(bytes, Relaxed);
 }
 
-/// [`Regions::unregister`](crate::backend::Regions::unregister) and `munmap`, now or later.
+/// Lets the device let go of memory, now or later.
 ///
 /// # Safety
-/// As for [`Regions::unregister`](crate::backend::Regions::unregister); the memory is a mapping of
-/// its own, which nothing uses any more.
-pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) {
-    release_or_keep(backend, Kind::Registered { base, bytes });
-}
-
-/// [`Regions::release`](crate::backend::Regions::release), now or later.
-///
-/// # Safety
-/// As for [`Regions::release`](crate::backend::Regions::release).
-pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, region: RawRegion) {
-    release_or_keep(backend, Kind::Region(region));
-}
-
-/// [`Ipc::close_legacy`](crate::backend::Ipc::close_legacy), now or later.
-///
-/// # Safety
-/// As for [`Ipc::close_legacy`](crate::backend::Ipc::close_legacy).
-pub(crate) unsafe fn close_legacy(backend: &Arc<dyn Backend>, base: DevicePtr, bytes: u64) {
-    release_or_keep(backend, Kind::Legacy { base, bytes });
-}
-
-/// [`Imports::release_retained`](crate::backend::Imports::release_retained), now or later.
-///
-/// # Safety
-/// As for [`Imports::release_retained`](crate::backend::Imports::release_retained).
-pub(crate) unsafe fn release_retained(backend: &Arc<dyn Backend>, retained: Retained) {
-    release_or_keep(backend, Kind::Retained(retained));
-}
-
-fn release_or_keep(backend: &Arc<dyn Backend>, of: Kind) {
+/// As for the method that [`Held`] names, and nothing uses the memory any more.
+pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, of: Held) {
     let backend = backend.clone();
     let mut memory = UnreclaimedMemory { backend, of };
     match memory.release() {
@@ -120,7 +89,7 @@ fn release_or_keep(backend: &Arc<dyn Backend>, of: Kind) {
 
 /// Takes over the remaining part of a region that was never finished.
 pub(super) fn retry_region(backend: Arc<dyn Backend>, region: RawRegion) {
-    let of = Kind::Region(region);
+    let of = Held::Region(region);
     retry(UnreclaimedMemory { backend, of });
 }
 
@@ -159,10 +128,10 @@ pub(crate) fn retry_all() {
 impl UnreclaimedMemory {
     fn bytes(&self) -> u64 {
         match self.of {
-            Kind::Region(region) => region.bytes,
-            Kind::Registered { bytes, .. } => bytes as u64,
-            Kind::Legacy { bytes, .. } => bytes,
-            Kind::Retained(retained) => retained.bytes,
+            Held::Region(region) => region.bytes,
+            Held::Registered(_, bytes) => bytes as u64,
+            Held::Legacy(_, bytes) => bytes,
+            Held::Retained(retained) => retained.bytes,
         }
     }
 
@@ -171,16 +140,16 @@ impl UnreclaimedMemory {
         match &mut self.of {
             // SAFETY: the code that dropped it promised that nothing uses it; this alone has what is
             // left of it.
-            Kind::Region(region) => unsafe { self.backend.release(region) },
-            Kind::Registered { base, bytes } => {
+            Held::Region(region) => unsafe { self.backend.release(region) },
+            Held::Registered(base, bytes) => {
                 // SAFETY: as above; it is registered still.
                 unsafe { self.backend.unregister(*base) }?;
-                // SAFETY: a mapping of this length, which the caller of `unregister` left here.
+                // SAFETY: a mapping of this length, which the caller of the function left here.
                 let _ = unsafe { munmap(base.cast(), *bytes) };
                 Ok(())
             }
             // SAFETY: as above; it is open still.
-            Kind::Legacy { base, .. } => match unsafe { self.backend.close_legacy(*base) } {
+            Held::Legacy(base, _) => match unsafe { self.backend.close_legacy(*base) } {
                 Err(Error::Handle {
                     fault: HandleFault::NotOpen(_),
                     ..
@@ -188,7 +157,7 @@ impl UnreclaimedMemory {
                 closed => closed,
             },
             // SAFETY: as above; it is held still.
-            Kind::Retained(retained) => unsafe { self.backend.release_retained(retained) },
+            Held::Retained(retained) => unsafe { self.backend.release_retained(retained) },
         }
     }
 }
@@ -323,7 +292,7 @@ mod tests {
             let mut piece = Some(piece);
             assert!(is_kept("release_retained", &mut || drop(piece.take())));
             // SAFETY: nothing is open there.
-            let mut close = || unsafe { close_legacy(device.backend(), 1, 4096) };
+            let mut close = || unsafe { release(device.backend(), Held::Legacy(1, 4096)) };
             assert!(is_kept("close_legacy", &mut close));
         });
     }

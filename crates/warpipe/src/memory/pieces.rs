@@ -1,6 +1,7 @@
 //! Allocations of other code, held by the process that shares them. **This module is marked for
 //! unsafe**: it releases what it holds.
 
+use crate::backend::unreclaimed::Held;
 use crate::backend::{DevicePtr, PointerKind, Retained, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -63,7 +64,7 @@ impl Piece {
 impl Drop for Piece {
     fn drop(&mut self) {
         // SAFETY: retained once, in `at`.
-        unsafe { unreclaimed::release_retained(self.device.backend(), self.retained) };
+        unsafe { unreclaimed::release(self.device.backend(), Held::Retained(self.retained)) };
     }
 }
 

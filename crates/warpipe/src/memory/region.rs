@@ -5,6 +5,7 @@ use std::any::Any;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
+use crate::backend::unreclaimed::Held;
 use crate::backend::{
     Access, DeviceId, DeviceKind, DevicePtr, RawRegion, not_shareable, out_of_reach, unreclaimed,
 };
@@ -177,9 +178,10 @@ fn file_of_only(fds: &[BorrowedFd<'_>], owner: DeviceId) -> [u64; 2] {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        let raw = self.contents.locked().raw;
         // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is
         // kept by the owners: a publisher retires its arena, a subscriber its imports (see
         // `Reactor::drop_after`).
-        unsafe { unreclaimed::release(self.device.backend(), self.contents.locked().raw) };
+        unsafe { unreclaimed::release(self.device.backend(), Held::Region(raw)) };
     }
 }

@@ -18,6 +18,7 @@ use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::atomic::{AtomicU32, AtomicU64};
+use crate::backend::unreclaimed::Held;
 use crate::backend::{DevicePtr, StreamOp, TimelineWord, host, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -101,7 +102,7 @@ impl Drop for OrphanedMapping {
         let Mapping { base, bytes } = self.mapping;
         // SAFETY: registered in `SharedPage::register`, once; its page was dropped when no stream
         // used its words any more.
-        unsafe { unreclaimed::unregister(self.device.backend(), base, bytes) };
+        unsafe { unreclaimed::release(self.device.backend(), Held::Registered(base, bytes)) };
     }
 }
 

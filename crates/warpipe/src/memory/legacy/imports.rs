@@ -6,6 +6,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use super::LegacyHandle;
+use crate::backend::unreclaimed::Held;
 use crate::backend::{Access, DeviceId, DevicePtr, IpcBytes, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
@@ -58,7 +59,7 @@ impl Drop for Import {
     fn drop(&mut self) {
         if let Some(base) = self.base {
             // SAFETY: as above.
-            unsafe { unreclaimed::close_legacy(self.device.backend(), base, self.bytes) };
+            unsafe { unreclaimed::release(self.device.backend(), Held::Legacy(base, self.bytes)) };
         }
     }
 }
