@@ -74,8 +74,8 @@ def meanwhile(work):
 
 
 def fill_up():
-    '''Gives the stream signals until there is no more room for them, and until it is told to end. Behind a kernel that
-    is held up, a driver holds up a copy from the host to any stream, too.'''
+    '''Gives the stream signals until there is no more room for them, and until it is told to end. Not
+    kernels: behind a full queue of those, calls that copy bytes to another stream stood still on an H200, too.'''
     global given
     while not ends.is_set():
         fills.signal(given + 1, stream=stream)
