@@ -227,7 +227,7 @@ pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
     }
     text += "\n## Known gaps\n\n";
     text += &wrapped(
-        "`(!)` marks a target that is missed. These are all of them, with the ratios of the figures that miss; \
+        "`(!)` marks a missed target. These are all of them, with the ratios of the figures that miss; \
          `cargo xtask results --all` prints every figure, with its floor, its target and its distribution.",
     );
     text += "\n\n";
@@ -271,8 +271,9 @@ fn engines(text: &mut String, report: &Engines) {
         .unwrap_or_default();
     let _ = writeln!(text, "\n## vLLM {version}\n");
     *text += &wrapped(&format!(
-        "A model of {:.1} GiB (commit {}): vLLM's own loader and CUDA IPC transfer, and `warpipe.vllm`, in one run.",
-        report.gib, report.commit
+        "A model of {:.1} GiB on an {} (commit {}): vLLM's own loader and CUDA IPC transfer, and `warpipe.vllm`, in \
+         one run.",
+        report.gib, report.device, report.commit
     ));
     *text += "\n\n| | vLLM's own | warpipe | ratio |\n| --- | --- | --- | --- |\n";
     for row in &report.beside {
@@ -330,14 +331,14 @@ mod tests {
     #[test]
     fn an_engines_figures_stand_beside_its_own() {
         let report = serde_json::json!({
-            "commit": "1234567", "packages": {"vllm": "0.24.0", "torch": null}, "gib": 7.09,
+            "commit": "1234567", "device": "NVIDIA H100", "packages": {"vllm": "0.24.0", "torch": null}, "gib": 7.09,
             "beside": [{"question": "`load_model`", "unit": "ms", "theirs": 1000.0, "ours": 250.0}],
         });
         let mut text = String::new();
         engines(&mut text, &serde_json::from_value(report).unwrap());
         assert!(text.contains("## vLLM 0.24.0"), "{text}");
         assert!(
-            text.contains("A model of 7.1 GiB (commit 1234567)"),
+            text.contains("A model of 7.1 GiB on an NVIDIA H100 (commit 1234567)"),
             "{text}"
         );
         assert!(

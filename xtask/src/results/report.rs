@@ -124,6 +124,7 @@ pub struct Python {
 #[derive(Debug, Deserialize)]
 pub struct Engines {
     pub commit: String,
+    pub device: String,
     pub packages: BTreeMap<String, Option<String>>,
     /// The length of the model.
     pub gib: f64,
