@@ -164,13 +164,8 @@ impl Members {
         Ok(list.into_iter().map(Info).collect())
     }
 
-    /// The next change, waited for at most ``timeout`` seconds (None: no limit); None if there was
-    /// none.
-    ///
-    /// Raises ``ArgumentError`` if this watch has a callback, which gets the changes;
-    /// ``ClosedError``.
-    #[pyo3(signature = (timeout = Limit::TEN), text_signature = "($self, timeout=10.0)")]
-    fn changes(&self, py: Python<'_>, timeout: Limit) -> PyResult<Option<Info<warpipe::Change>>> {
+    /// The next change, or None.
+    fn _changes(&self, py: Python<'_>, timeout: Limit) -> PyResult<Option<Info<warpipe::Change>>> {
         let start = Instant::now();
         loop {
             // Taken with the interpreter, so that no signal's handler comes before the caller has it.
@@ -249,7 +244,7 @@ impl Members {
 
     /// The next change, without a limit; the iteration ends when the watch is closed.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Info<warpipe::Change>>> {
-        match self.changes(py, Limit::NONE) {
+        match self._changes(py, Limit::NONE) {
             Err(_) if self.handle.is_closed()? => Err(PyStopIteration::new_err(())),
             other => other,
         }

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -102,6 +103,28 @@ def interrupted_by(wait, arrival, handler=lambda: None, by=signal.SIGUSR1, slice
     assert not faults
 
 
+def interrupted_at(number, wait):
+    """What ``wait`` gives, and whether the interpreter's look at signals ``number`` raised: it has one where a function of
+    Python begins and one behind each call of a native one. Those of the package alone count."""
+    left, found, is_interrupted = [number], None, False
+
+    def look(frame, event, _native):
+        if event in ("call", "c_return") and frame.f_globals.get("__package__") == warpipe.__name__:
+            left[0] -= 1
+            if left[0] < 0:
+                sys.setprofile(None)
+                raise Interrupted
+
+    sys.setprofile(look)
+    try:
+        found = wait()
+    except Interrupted:
+        is_interrupted = True
+    finally:
+        sys.setprofile(None)
+    return found, is_interrupted
+
+
 def interrupted_behind(items, handler=lambda: None):
     """The next of the items, one that is there. Another thread gets the interpreter as soon as this one lets go of it,
     and sends a signal with a handler that raises: None if that comes first."""
@@ -185,6 +208,101 @@ def test_an_interrupted_receive_leaves_the_frame(link):
     for number, wait in enumerate(waits):
         interrupted_by(wait, lambda number=number: publisher.send(np.array([number])))
         assert subscriber.receive(LIMIT_SECONDS).numpy()[0] == number
+
+
+def first_of(items):
+    for item in items:
+        return item
+
+
+# Each takes what is there.
+TAKES = {
+    "call": lambda items, names: getattr(items, names[0])(LIMIT_SECONDS),
+    "try": lambda items, names: getattr(items, names[1])(),
+    "iteration": lambda items, _: first_of(items),
+    "await": lambda items, names: asyncio.run(awaited_of(items, names[2])),
+    "async iteration": lambda items, _: asyncio.run(anext_of(items)),
+}
+everywhere = pytest.mark.parametrize("how", TAKES)
+
+
+async def awaited_of(items, name):
+    return await getattr(items, name)(LIMIT_SECONDS)
+
+
+def interrupted_everywhere(how, items, names, make, again):
+    """What was made, and what was taken then, each time with an interrupt at the next place; until there is none."""
+    for number in itertools.count():
+        make(number)
+        found, is_interrupted = interrupted_at(number, lambda: TAKES[how](items, names))
+        yield number, found or again()
+        if not is_interrupted:
+            break
+
+
+@everywhere
+def test_a_frame_is_not_lost_wherever_an_interrupt_comes(link, how):
+    publisher, subscriber = link
+    names = ("receive", "try_receive", "receive_async")
+    for number, frame in interrupted_everywhere(
+        how, subscriber, names, lambda n: publisher.send(np.array([n])), subscriber.receive
+    ):
+        assert frame.numpy()[0] == number
+
+
+@everywhere
+def test_a_job_is_not_lost_wherever_an_interrupt_comes(open_queue, open_worker, how):
+    queue, worker, names = open_queue(max_attempts=1), open_worker(), ("lease", "try_lease", "lease_async")
+    for number, lease in interrupted_everywhere(
+        how, worker, names, lambda n: queue.submit(np.array([n])), worker.lease
+    ):
+        assert (lease.numpy()[0], lease.attempt) == (number, 1)
+        lease.complete()
+
+
+@everywhere
+def test_a_request_is_not_lost_wherever_an_interrupt_comes(service, how):
+    (client, server), pending, names = service, [], ("accept", "try_accept", "accept_async")
+    make = lambda n: pending.append(client.request(np.array([n])))  # noqa: E731
+    for number, request in interrupted_everywhere(how, server, names, make, server.accept):
+        assert request.numpy()[0] == number
+        request.complete()
+        pending.pop().result()
+
+
+@pytest.mark.parametrize("how", ["iteration", "async iteration"])
+def test_a_result_is_not_lost_wherever_an_interrupt_comes(queue, worker, how):
+    def make(number):
+        queue.submit(np.array([number]))
+        worker.lease(LIMIT_SECONDS).complete(np.array([number]))
+        until(lambda: queue.state.finished == 1, "the result")
+
+    results = queue.results(LIMIT_SECONDS)
+    for number, result in interrupted_everywhere(how, results, (), make, results.__next__):
+        assert result.numpy()[0] == number
+
+
+@pytest.mark.parametrize("how", ["call", "iteration", "await", "async iteration"])
+def test_a_change_is_not_lost_wherever_an_interrupt_comes(domain, how):
+    joined, names = [], ("changes", None, "changes_async")
+    with warpipe.Members.watch(domain) as members:
+        make = lambda n: joined.append(warpipe.Member.join(f"m{n}", domain=domain))  # noqa: E731
+        for number, change in interrupted_everywhere(how, members, names, make, members.changes):
+            assert (change.what, change.member.name) == ("joined", f"m{number}")
+            joined.pop().close()
+            assert members.changes(LIMIT_SECONDS).what == "left"
+
+
+def test_a_job_is_submitted_once_wherever_an_interrupt_comes(queue, worker):
+    for number in itertools.count():
+        handle, is_interrupted = interrupted_at(number, lambda n=number: queue.submit(np.array([n])))
+        handle = handle or queue.submit(np.array([number]))
+        with worker.lease(LIMIT_SECONDS) as lease:
+            lease.complete()
+        assert worker.try_lease() is None
+        handle.result(LIMIT_SECONDS).release()
+        if not is_interrupted:
+            break
 
 
 def test_frames_that_interrupted_waits_took_come_in_their_order(link):

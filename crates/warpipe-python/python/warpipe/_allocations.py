@@ -14,6 +14,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from . import _messages, _warpipe
@@ -193,13 +194,14 @@ class Table:
         source, share, message = exported.source, Share(exported), _messages.current()
         try:
             server, domain = self._server(source.device)
-            number = server.share(source.address, source.nbytes, share, stream=source.stream)
+            # A call that an interrupt may come behind would lose the number.
+            (number,) = map(partial(server.share, stream=source.stream), (source.address,), (source.nbytes,), (share,))
         except (NotExportableError, HandleError):
             raise
         except Error as error:
             raise _told_here(error, source.what, "cannot be sent", "") from error
         if message is not None:
-            # First: an interrupt that comes before loses the number.
+            # First: as above.
             message.take_back.append((self._take_back, server, number))
         self.shared[server.name, number] = share
         self.unclaimed.note(server, number, message.pipe if message is not None else None)

@@ -88,9 +88,11 @@ class _Hub:
         timer = None
         try:
             found = look()
-            left = min(patience, end - time.monotonic())
-            if found is not None or left <= 0:
+            if found is not None:
                 return found, True
+            left = min(patience, end - time.monotonic())
+            if left <= 0:
+                return None, True
             timer = self._loop.call_later(left, _settle, waiter)
             await waiter
             return None, False
@@ -123,10 +125,11 @@ async def found(
     what: Hashable, doorbell: Callable[[], Doorbell], look: Callable[[], _Found | None], end: float, patience: float
 ) -> _Found | None:
     """Looks, and sleeps until it rings, until something is there; None if ``time.monotonic()`` is ``end`` before."""
-    here = look()
-    is_over = here is not None
-    while not is_over:
+    here, is_over = look(), False
+    while here is None and not is_over:
         here, is_over = await _Hub.of(what, doorbell).sleep(look, end, patience)
+        if here is None:
+            here = look()
     return here
 
 
@@ -145,4 +148,6 @@ async def next_of(
 ) -> _Found:
     """The same, where nothing is an error: that of ``last``, which looks once more and knows the cause."""
     here = await rung_of(endpoint, look, timeout)
-    return last(timeout) if here is None else here
+    if here is None:
+        (here,) = map(last, (timeout,))
+    return here

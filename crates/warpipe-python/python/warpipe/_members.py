@@ -10,6 +10,16 @@ from ._errors import ClosedError
 from ._loop import rung_of
 
 
+def changes(self: Any, timeout: float | None = 10.0) -> Any:
+    """The next change, waited for at most ``timeout`` seconds (None: no limit); None if there was none.
+
+    Raises ``ArgumentError`` if this watch has a callback, which gets the changes; ``ClosedError``.
+    """
+    # As items of receivers are taken.
+    (change,) = map(self._changes, (timeout,))
+    return change
+
+
 def changes_async(self: Any, timeout: float | None = 10.0) -> Coroutine[Any, Any, Any]:
     """Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it loses none.
 
@@ -29,7 +39,7 @@ async def next_change(self: Any) -> Any:
 def _complete() -> None:
     """Gives the native class these methods."""
     members: Any = _warpipe.Members
-    members.changes_async, members.__anext__ = changes_async, next_change
+    members.changes, members.changes_async, members.__anext__ = changes, changes_async, next_change
     members.__iter__ = members.__aiter__ = lambda self: self
 
 

@@ -57,21 +57,26 @@ def step(awaited: _warpipe._Future, how: str, *arguments: Any) -> Any:
 async def next_result(results: _warpipe.Results) -> _warpipe.JobResult:
     """The next of a queue's results, in the running event loop."""
     end = end_of(results._timeout)
-    result: _warpipe.JobResult | bool | None
-    result = await found(results._queue, results._watch, results._poll, end, _PATIENCE_SECONDS)
+
+    def look() -> _warpipe.JobResult | Literal[False] | None:
+        # As items of receivers are taken.
+        (come,) = map(_warpipe.Results._poll, (results,))
+        return come
+
+    result: _warpipe.JobResult | Literal[False] | None
+    result = await found(results._queue, results._watch, look, end, _PATIENCE_SECONDS)
     if result is None:
         result = _last_of(results)
-    if isinstance(result, bool):
+    if result is False:
         raise StopAsyncIteration
     return result
 
 
-def _last_of(results: _warpipe.Results) -> _warpipe.JobResult | bool:
-    try:
-        return results._last()
-    except StopIteration:
-        # A coroutine cannot raise it.
-        return False
+def _last_of(results: _warpipe.Results) -> _warpipe.JobResult | Literal[False]:
+    # One step, or none: a coroutine cannot raise `StopIteration`.
+    for result in map(_warpipe.Results._last, (results,)):
+        return result
+    return False
 
 
 class Queue(_warpipe._Jobs):
@@ -137,7 +142,8 @@ class Queue(_warpipe._Jobs):
         ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``;
         ``MemoryLimitError``, ``QueueClosedError``, ``DriverError``.
         """
-        handle: _warpipe.JobHandle = self._submit(tensor, metadata, stream, timeout)
+        handle: _warpipe.JobHandle
+        (handle,) = map(self._submit, (tensor,), (metadata,), (stream,), (timeout,))
         return handle
 
     def results(self, timeout: float | None = None, *, follow: bool = False) -> _warpipe.Results:
@@ -231,14 +237,14 @@ class Worker(Receiver[_warpipe.Lease]):
         ``LinkClosedError`` when the queue, which lives, has ended this worker's link; ``ProtocolError``,
         ``ClosedError``, ``DriverError``.
         """
-        return self._next(timeout)
+        return self._take(timeout)
 
     def try_lease(self) -> _warpipe.Lease | None:
         """The next job if there is one, else None.
 
         Raises as ``lease``, without the timeout.
         """
-        return self._try()
+        return self._look()
 
     async def lease_async(self, timeout: _Timeout = ...) -> _warpipe.Lease:
         """Waits for the next job in the running event loop: ``lease`` for asyncio.
@@ -318,7 +324,8 @@ class Client(_warpipe._Jobs):
         Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
         ``MetadataError``; ``MemoryLimitError``, ``ClosedError``, ``DriverError``.
         """
-        pending: _warpipe.Pending = self._submit(tensor, metadata, stream, timeout)
+        pending: _warpipe.Pending
+        (pending,) = map(self._submit, (tensor,), (metadata,), (stream,), (timeout,))
         return pending
 
     def wait_for_servers(self, count: int = 1, timeout: float | None = 10.0) -> None:
@@ -385,14 +392,14 @@ class Server(Receiver[_warpipe.Lease]):
 
         Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
         """
-        return self._next(timeout)
+        return self._take(timeout)
 
     def try_accept(self) -> _warpipe.Lease | None:
         """The next request if there is one, else None. It attaches to new clients as ``accept`` does.
 
         Raises as ``accept``, without the timeout.
         """
-        return self._try()
+        return self._look()
 
     async def accept_async(self, timeout: _Timeout = ...) -> _warpipe.Lease:
         """Waits for the next request of any client in the running event loop: ``accept`` for asyncio.
