@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
-use warpipe::Error;
+use warpipe::{Error, Wait};
 
 use crate::exit::Exit;
 
@@ -33,6 +33,11 @@ static FIRST: AtomicU64 = AtomicU64::new(0);
 /// Whether a signal came that an [`Interrupt`] catches.
 pub fn came() -> bool {
     FIRST.load(Ordering::Relaxed) != 0
+}
+
+/// A wait of at most this long, which such a signal ends.
+pub fn within(limit: Duration) -> Wait<'static> {
+    Wait::from(limit).unless(&came)
 }
 
 /// Set once by the first signal; one that comes later than [`ONE_REQUEST`] after it ends the

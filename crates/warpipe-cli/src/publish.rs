@@ -8,7 +8,7 @@ use warpipe::{EndpointName, Error, Layout, Policy, Publisher, PublisherOptions, 
 use crate::args::{PolicyName, PubArgs};
 use crate::device_arg::ChosenDevice;
 use crate::exit::Exit;
-use crate::interrupt::{Interrupt, LOOK};
+use crate::interrupt::{Interrupt, LOOK, within};
 use crate::output::{Output, bytes, count};
 use crate::source::Source;
 
@@ -40,7 +40,10 @@ pub fn run(args: &PubArgs) -> anyhow::Result<Exit> {
         samples: 0,
     };
     if run.wait_for_subscribers()? {
-        run.send_all(&sources)?;
+        match run.send_all(&sources) {
+            Err(_) if run.interrupt.came() => {}
+            sent => sent?,
+        }
         // Complete is what every subscriber can still read when this process has gone: its memory
         // lives on with them.
         run.stream.synchronize(args.timeout)?;
@@ -64,7 +67,6 @@ fn build(args: &PubArgs, chosen: &ChosenDevice, layouts: &[Layout]) -> anyhow::R
             depth: args.depth,
             timestamps: true,
             memory_limit: MEMORY_LIMIT_LEAST.max(largest.saturating_mul(4)),
-            loan_timeout: args.timeout,
             policy,
             ..args.domain.open()?.on(&chosen.device)
         },
@@ -115,10 +117,12 @@ impl Run<'_> {
 
     fn send(&mut self, source: &Source) -> anyhow::Result<()> {
         let item = source.load()?;
-        let mut sample = self.publisher.loan(&item.layout)?;
+        let wait = || within(self.args.timeout);
+        let mut sample = self.publisher.loan_within(&item.layout, wait())?;
         sample.write(&self.stream, &item.data)?;
         sample.set_metadata(&source.metadata())?;
-        let sequence = sample.send(&self.stream).map_err(Error::from)?;
+        let sent = sample.send_within(&self.stream, wait());
+        let sequence = sent.map_err(Error::from)?;
         self.samples += 1;
         let (layout, file) = (item.layout, source.path().display().to_string());
         let size = bytes(layout.bytes());

@@ -10,7 +10,7 @@ use warpipe::{
 
 use crate::args::SubArgs;
 use crate::exit::Exit;
-use crate::interrupt::{Interrupt, LOOK};
+use crate::interrupt::{Interrupt, LOOK, within};
 use crate::output::{Output, bytes, count, duration, printable};
 use crate::save::SaveDirectory;
 use crate::source::Origin;
@@ -58,7 +58,7 @@ fn subscribe(
                 reconnect: args.reconnect,
                 ..domain.on(device)
             },
-            LOOK,
+            within(LOOK),
         )
     };
     let passes = |error: &Error| match error {
@@ -87,7 +87,10 @@ impl Run<'_> {
         let count = self.args.count;
         while count.is_none_or(|count| self.samples + self.lost < count) {
             match self.next() {
-                Ok(Some(sample)) => self.take(sample)?,
+                Ok(Some(sample)) => match self.take(sample) {
+                    Err(_) if self.interrupt.came() => return Ok(Exit::Interrupted),
+                    taken => taken?,
+                },
                 Ok(None) => return Ok(Exit::Interrupted),
                 Err(Error::PeerGone { graceful: true, .. }) if !self.args.reconnect => {
                     if count.is_some() {
@@ -144,7 +147,7 @@ impl Run<'_> {
         // From another kind of publisher: whatever it means, it is no file.
         let origin: Option<Origin> = serde_json::from_slice(sample.metadata()).ok();
         let sent_ns = sample.info().sent_at_ns;
-        sample.wait(timeout)?;
+        sample.wait(within(timeout))?;
         let latency =
             sent_ns.map(|sent| Duration::from_nanos(clock::now_ns().saturating_sub(sent)));
         let data = match self.directory {

@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::support::{Ended, World, bytes, device, files, npy};
+use rustix::process::Signal;
+use warpipe::{Device, Domain, Subscriber};
+
+use crate::support::{Ended, PATIENCE, World, bytes, device, files, npy};
 
 /// Publishes `sources` to one subscriber that saves them in the world's `saved`.
 fn pass(
@@ -229,6 +232,33 @@ fn without_a_count_a_subscriber_ends_with_its_publisher() {
         "{published:?} {received:?}"
     );
     assert_eq!(received.event("done")["samples"], 1);
+}
+
+#[test]
+fn a_signal_ends_a_publisher_that_waits_for_room() {
+    let world = World::new();
+    let file = world.write("a.bin", b"bytes");
+    let mut publisher = world.start(&[
+        "pub",
+        "test/full",
+        "--device",
+        "host",
+        "--loop",
+        "--depth",
+        "1",
+        "--timeout",
+        "600",
+        "--json",
+        file.to_str().unwrap(),
+    ]);
+    let (domain, device) = (Domain::at(world.path("domain")).unwrap(), Device::host());
+    // It receives nothing.
+    let _subscriber = Subscriber::open("test/full", domain.on(&device), PATIENCE).unwrap();
+    publisher.wait_for("sent", 1);
+    publisher.signal(Signal::INT);
+    let ended = publisher.end();
+    assert_eq!(ended.code, Some(130), "{ended:?}");
+    assert_eq!(ended.event("done")["interrupted"], true);
 }
 
 #[test]
