@@ -69,6 +69,7 @@ cases! {
     EXHAUSTION = exhaustion;
     FAILED_ALLOCATION = failed_allocation;
     FAILED_IMPORT = failed_import;
+    FAILED_RETAIN = failed_retain;
     FAILED_REGISTER = failed_register;
     UNMAPPED_WORDS = unmapped_words;
     FAILED_OPEN = failed_open;

@@ -4,7 +4,8 @@ use std::os::fd::AsFd;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use warpipe::backend::StreamOp;
-use warpipe::{Access, Device, DeviceFault, Error, LimitFault};
+use warpipe::{Access, AllocationServer, Device, DeviceFault, Domain, Error, LimitFault};
+use warpipe_testkit::{eventually, temporary_folder};
 
 use super::cases::{MIB, PATIENCE, REGION_BYTES, census, download, export, gpu, import, release};
 
@@ -103,6 +104,25 @@ pub fn failed_import() {
     import(backend, fd.as_fd(), REGION_BYTES).unwrap_err();
     assert_eq!((backend.bytes_held(), census()), (REGION_BYTES, before));
     import(backend, fd.as_fd(), REGION_BYTES).unwrap();
+}
+
+pub fn failed_retain() {
+    let (device, folder) = (gpu(), temporary_folder().unwrap());
+    let (backend, domain) = (device.backend(), Domain::at(folder.path()).unwrap());
+    let region = backend.allocate(REGION_BYTES).unwrap();
+    let server = AllocationServer::new("a", domain.on(&device)).unwrap();
+    let (stream, owner) = (device.stream().unwrap(), Box::new(()));
+    // SAFETY: the region is released behind the server.
+    let shared = unsafe { server.share(&stream, region.ptr, 8, Access::Read, owner) };
+    shared.unwrap_err();
+    drop(server);
+    release(backend, region);
+    assert!(
+        eventually(PATIENCE, || census() == [0; 4]),
+        "{:?}",
+        census()
+    );
+    assert_eq!(backend.bytes_held(), 0);
 }
 
 pub fn failed_register() {

@@ -135,7 +135,7 @@ pub fn legacy() {
     }
 }
 
-/// The driver refuses twice to close it.
+/// The driver refuses twice to close it, and then once what is shorter than its handle says.
 pub fn legacy_refused_close() {
     let device = gpu();
     let exporter = Exporter::start("0");
@@ -148,6 +148,16 @@ pub fn legacy_refused_close() {
         eventually(PATIENCE, || kind() == PointerKind::Unknown),
         "it is open"
     );
+    let (raw, owner) = (exporter.handle.info().raw, device.info().id);
+    let longer = backend.open_legacy(&raw, BYTES + 1, owner);
+    assert!(matches!(longer, Err(Error::Handle { .. })), "{longer:?}");
+    let is_open = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.contains("warpipe-fake-cuda-block")
+    };
+    assert!(eventually(PATIENCE, || !is_open()), "the short one is open");
+    let kept = || warpipe::process_stats().kept;
+    assert!(eventually(PATIENCE, || kept() == 0), "{}", kept());
     assert_eq!(backend.bytes_held(), 0);
 }
 

@@ -243,6 +243,16 @@ fn a_failure_at_any_step_of_an_import_is_undone() {
 }
 
 #[test]
+fn memory_of_other_code_is_let_go_later_if_neither_its_length_nor_its_release_comes_now() {
+    FakeDriver::new()
+        .env(
+            "FAKE_CUDA_FAIL",
+            "cuMemGetAddressRange_v2:1:999,cuMemRelease:1:999",
+        )
+        .run(cases::FAILED_RETAIN);
+}
+
+#[test]
 fn a_failure_after_registering_is_undone() {
     FakeDriver::new()
         .env("FAKE_CUDA_FAIL", "cuMemHostGetDevicePointer_v2:1:1")
@@ -309,9 +319,9 @@ fn a_legacy_handle_opens_once_stays_with_a_dead_exporter_and_opens_no_more() {
 
 #[test]
 fn legacy_memory_that_the_driver_does_not_close_is_closed_later() {
-    let fail = "cuIpcCloseMemHandle:1:999,cuIpcCloseMemHandle:2:999";
+    let fail = [1, 2, 4].map(|call| format!("cuIpcCloseMemHandle:{call}:999"));
     FakeDriver::new()
-        .env("FAKE_CUDA_FAIL", fail)
+        .env("FAKE_CUDA_FAIL", &fail.join(","))
         .run(cases::LEGACY_REFUSED_CLOSE);
 }
 

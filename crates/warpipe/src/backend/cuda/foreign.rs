@@ -79,8 +79,7 @@ impl Imports for CudaBackend {
                 bytes: bytes as u64,
             }),
             Err(fault) => {
-                // SAFETY: held just now, and used by nothing.
-                let _ = unsafe { self.driver.cuMemRelease(handle) };
+                self.release_handles(&[handle], 0);
                 Err(not_exportable(fault, ptr, PointerKind::Unknown))
             }
         }

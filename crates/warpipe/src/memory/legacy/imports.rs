@@ -44,14 +44,16 @@ pub(crate) struct Import {
 
 impl Import {
     fn close(&mut self) -> Result<()> {
-        let Some(base) = self.base else {
+        let Some(base) = self.base.take() else {
             return Ok(());
         };
-        // SAFETY: opened once, in `open`, and closed once: the base is taken then. The last owner
-        // gave it up when the streams that used the memory were proven to be past their work.
-        unsafe { self.device.backend().close_legacy(base) }?;
-        self.base = None;
-        Ok(())
+        // SAFETY: opened once, in `open`, and closed once: the base is taken. The last owner gave it
+        // up when the streams that used the memory were proven to be past their work.
+        let closed = unsafe { self.device.backend().close_legacy(base) };
+        closed.inspect_err(|error| {
+            // It is open, unless the driver says that it is not.
+            self.base = (!matches!(error, Error::Handle { .. })).then_some(base);
+        })
     }
 }
 

@@ -2,16 +2,18 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::c_int;
-use std::sync::Mutex;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 
 use super::super::sys::Fault;
 use super::super::sys::*;
 use super::CudaBackend;
 use super::memory::size;
 use crate::backend::pointer::{IpcEventCount, OpenMemory, kind_outside, wrong_owner};
+use crate::backend::unreclaimed::{self, Held};
 use crate::backend::{
-    DeviceId, DeviceKind, IPC_EVENTS_MAX, Ipc, IpcBytes, PointerInfo, PointerKind, RawEvent,
+    Backend, DeviceId, DeviceKind, IPC_EVENTS_MAX, Ipc, IpcBytes, PointerInfo, PointerKind,
+    RawEvent,
 };
 use crate::error::{DeviceFault, Error, HandleFault, LimitFault, Result};
 use crate::fork::per_process::PerProcess;
@@ -141,14 +143,17 @@ impl Ipc for CudaBackend {
             .driver
             .cuIpcOpenMemHandle_v2(CUipcHandle { reserved: *handle }, flags)
             .map_err(|fault| self.refusal(fault, owner))?;
-        if let Err(error) = self.check_length(base, bytes) {
-            // SAFETY: opened just now, and nothing was enqueued on it.
-            let _ = unsafe { self.driver.cuIpcCloseMemHandle(base) };
-            return Err(error);
-        }
+        let checked = self.check_length(base, bytes);
+        // A wrong length counts for nothing until it is closed.
+        let bytes = if checked.is_ok() { bytes } else { 0 };
         let new = self.ipc_handles.opened.locked().open(base, bytes, ());
         self.held.fetch_add(new, Ordering::Relaxed);
-        Ok(base)
+        if let (Err(_), Some(me)) = (&checked, self.me.upgrade()) {
+            let me: Arc<dyn Backend> = me;
+            // SAFETY: opened just now, and nothing was enqueued on it.
+            unsafe { unreclaimed::release(&me, Held::Legacy(base, bytes)) };
+        }
+        checked.map(|()| base)
     }
 
     unsafe fn close_legacy(&self, base: CUdeviceptr) -> Result<()> {
