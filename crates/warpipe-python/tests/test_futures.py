@@ -67,6 +67,18 @@ def test_a_handle_that_took_a_failure_leaves_no_cycle_behind(pair):
     assert left() is None
 
 
+def test_a_failure_that_was_raised_does_not_keep_its_handle(pair):
+    queue, worker = pair
+    handles = [queue.submit(b"x")]
+    left = weakref.ref(handles[0])
+    worker.lease().fail("tired")
+    try:
+        handles.pop().result(LIMIT_SECONDS)
+    except warpipe.DeadLetteredError:
+        pass
+    assert left() is None
+
+
 def test_callbacks_run_in_their_order_and_one_that_raises_is_logged_and_stops_no_other(pair, caplog):
     queue, worker = pair
     handle, seen, done = queue.submit(b"x"), [], threading.Event()

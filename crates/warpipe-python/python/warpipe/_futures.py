@@ -234,8 +234,8 @@ def result(self: _Future, timeout: float | None = None) -> _warpipe.JobResult:
         try:
             raise outcome
         finally:
-            # Its traceback has this frame.
-            del outcome
+            # Its traceback has this frame, and the future has it.
+            del outcome, self
     if outcome is None:
         raise CancelledError
     return outcome
