@@ -4,7 +4,6 @@ import concurrent.futures.process
 import ctypes
 import functools
 import gc
-import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -20,6 +19,7 @@ import pytest
 import storages
 from conftest import DEVICE, LIMIT_SECONDS, until
 from peers import kill, process, said, spawn
+from test_interrupted import interrupted_elsewhere
 from test_processes import kills
 
 import warpipe
@@ -466,32 +466,16 @@ def test_an_interrupt_in_the_middle_of_a_close_leaves_no_descriptor(monkeypatch)
     ours.close()
 
 
-def test_an_interrupt_wherever_a_function_of_ours_begins_leaves_no_message_behind(device):
-    """There the interpreter looks for signals. A message that could not be pickled to its end is taken back."""
-    for number in itertools.count():
-        ours, theirs = multiprocessing.Pipe()
-        left = iter(range(number))
-
-        def interrupted(frame, event, _, left=left):
-            if event == "call" and frame.f_code.co_filename == _messages.__file__ and next(left, None) is None:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-
-        before, is_whole = sys.gettrace(), False
-        try:
-            sys.settrace(interrupted)
-            ours.send(storages.plain(device))
-            is_whole = True
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+def test_an_interrupt_wherever_it_comes_leaves_no_message_behind(device):
+    """A message that could not be pickled to its end is taken back."""
+    places, is_interrupted = set(), True
+    while is_interrupted:
+        (ours, theirs), block = multiprocessing.Pipe(), storages.plain(device)
+        _, is_interrupted = interrupted_elsewhere(places, lambda: ours.send(block))  # noqa: B023
         assert _messages.current() is None
-        assert counts() == (int(theirs.poll()), 0), f"interrupted at function {number}"
+        assert counts() == (int(theirs.poll()), 0)
         if theirs.poll():
             assert theirs.recv().text == "hello"
-        if is_whole:
-            break
 
 
 def test_a_signal_in_the_middle_of_sharing_leaves_no_share_whose_number_is_lost(domain, device):
