@@ -341,11 +341,9 @@ impl Receiver {
         })
     }
 
-    /// Waits for the next item: ``self >> timeout``. Behind a call the interpreter runs signals'
-    /// handlers, and one that raises there loses the item; behind an operator it runs none.
-    fn __rshift__(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<Py<Frame>> {
-        // Not an argument of its type: another one would be told as that of an operator.
-        let timeout = timeout.extract::<Timeout>()?.or(self.timeout);
+    /// Waits for the next item.
+    fn _next(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
+        let timeout = timeout.or(self.timeout);
         self.next_within(py, timeout, timeout)
     }
 
@@ -355,8 +353,8 @@ impl Receiver {
         self.next_within(py, Some(Duration::ZERO), waited.0)
     }
 
-    /// The next item if there is one, else None: ``~self``.
-    fn __invert__(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
+    /// The next item if there is one, else None.
+    fn _try(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
         let look = |source: &mut Source| Ok(self.look(source, Duration::ZERO).optional()?);
         let found: Outcome<Option<Item>> = self.ask(py, look)?;
         found?.map(|found| self.give(py, found)).transpose()

@@ -237,14 +237,14 @@ class Worker(Receiver[_warpipe.Lease]):
         ``LinkClosedError`` when the queue, which lives, has ended this worker's link; ``ProtocolError``,
         ``ClosedError``, ``DriverError``.
         """
-        return self >> timeout
+        return self._take(timeout)
 
     def try_lease(self) -> _warpipe.Lease | None:
         """The next job if there is one, else None.
 
         Raises as ``lease``, without the timeout.
         """
-        return ~self
+        return self._look()
 
     async def lease_async(self, timeout: _Timeout = ...) -> _warpipe.Lease:
         """Waits for the next job in the running event loop: ``lease`` for asyncio.
@@ -392,14 +392,14 @@ class Server(Receiver[_warpipe.Lease]):
 
         Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
         """
-        return self >> timeout
+        return self._take(timeout)
 
     def try_accept(self) -> _warpipe.Lease | None:
         """The next request if there is one, else None. It attaches to new clients as ``accept`` does.
 
         Raises as ``accept``, without the timeout.
         """
-        return ~self
+        return self._look()
 
     async def accept_async(self, timeout: _Timeout = ...) -> _warpipe.Lease:
         """Waits for the next request of any client in the running event loop: ``accept`` for asyncio.

@@ -20,19 +20,28 @@ _Item = TypeVar("_Item")
 class Receiver(_warpipe._Receiver, Generic[_Item]):
     """From which ``async for`` takes, and which an ``async with`` block closes.
 
-    Behind a call of a native function the interpreter runs signals' handlers, and one that raises there loses what was
-    given. It runs none behind an operator, or an iterator's step: so items are taken.
+    The interpreter runs signals' handlers behind each call of a native function, and one that raises there loses what the
+    function gave. It runs none behind an iterator's step: so items are taken.
     """
 
     if TYPE_CHECKING:
 
-        def __rshift__(self, timeout: _Timeout, /) -> _Item: ...
-        def __invert__(self) -> _Item | None: ...
+        def _next(self, timeout: _Timeout) -> _Item: ...
         def _last(self, waited: float | None, /) -> _Item: ...
+        def _try(self) -> _Item | None: ...
         def __next__(self) -> _Item: ...
 
+    def _take(self, timeout: _Timeout) -> _Item:
+        (item,) = map(self._next, (timeout,))
+        return item
+
+    def _look(self) -> _Item | None:
+        item: _Item | None
+        (item,) = map(_warpipe._Receiver._try, (self,))
+        return item
+
     async def _next_async(self, timeout: _Timeout = ...) -> _Item:
-        return await next_of(self, lambda: ~self, self._last, self._limit(timeout))
+        return await next_of(self, self._look, self._last, self._limit(timeout))
 
     def __iter__(self) -> Self:
         return self
@@ -134,14 +143,14 @@ class Subscriber(Receiver[_warpipe.Sample]):
         and, of a publisher that is stopped, ``HandshakeError``: the frame stays the next; ``LinkClosedError``,
         ``ProtocolError``, ``ClosedError``, ``DriverError``.
         """
-        return self >> timeout
+        return self._take(timeout)
 
     def try_receive(self) -> _warpipe.Sample | None:
         """The next frame if there is one, else None.
 
         Raises as ``receive``, without the timeout.
         """
-        return ~self
+        return self._look()
 
     async def receive_async(self, timeout: _Timeout = ...) -> _warpipe.Sample:
         """Waits for the next frame in the running event loop: ``receive`` for asyncio.
