@@ -118,6 +118,7 @@ def test_mypy_is_content_with_the_package_and_its_users(tmp_path):
     settings = REPOSITORY / "crates/warpipe-python/pyproject.toml"
     user = tmp_path / "user.py"
     user.write_text(
+        "import asyncio, concurrent.futures\n"
         "import warpipe\n"
         "def use(p: warpipe.Publisher, s: warpipe.Subscriber) -> int:\n"
         "    with p.loan((2, 3), 'float32') as out:\n"
@@ -150,7 +151,9 @@ def test_mypy_is_content_with_the_package_and_its_users(tmp_path):
         "async def ask(q: warpipe.Queue, c: warpipe.Client) -> str:\n"
         "    async for result in q.results():\n"
         "        return result.dtype\n"
-        "    return (await q.submit(b'')).dtype + (await c.request(b'', timeout=2)).dtype\n"
+        "    (handle,) = concurrent.futures.wait([q.submit(b'')]).done\n"
+        "    (await asyncio.wrap_future(q.submit(b''))).release()\n"
+        "    return handle.result().dtype + (await q.submit(b'')).dtype + (await c.request(b'', timeout=2)).dtype\n"
         "def faces(p: warpipe.Publisher, t: warpipe.Timeline, s: warpipe.Semaphore, m: warpipe.Members) -> int:\n"
         "    memory = warpipe.Memory.allocate(64)\n"
         "    memory.view((2, 2), 'float32').copy_from([1])\n"

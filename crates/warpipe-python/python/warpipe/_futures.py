@@ -252,7 +252,7 @@ def exception(self: _Future, timeout: float | None = None) -> BaseException | No
     return outcome if isinstance(outcome, BaseException) else None
 
 
-def add_done_callback(self: _Future, fn: _Callback, /) -> None:
+def add_done_callback(self: _Future, fn: _Callback) -> None:
     """Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the package's thread
     ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done already, at once on this thread. An
     exception of a callback is logged (logger ``warpipe``) and stops no other. The object is kept until then.

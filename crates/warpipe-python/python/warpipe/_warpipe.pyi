@@ -13,6 +13,7 @@ from collections.abc import (
     Sequence,
     ValuesView,
 )
+from concurrent.futures import Future
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
 from typing_extensions import Buffer as _BytesLike, Never, Self, disjoint_base
@@ -665,7 +666,7 @@ class _Jobs(Closeable):
         """
 
 @disjoint_base
-class _Future:
+class _Future(Future[JobResult]):
     """The outcome of a job or a request, with the methods of a ``concurrent.futures.Future``: the base
     of ``JobHandle`` and ``Pending``.
     """
@@ -691,7 +692,7 @@ class _Future:
         """Whether it was cancelled."""
     def running(self) -> bool:
         """False: until it is done it can be cancelled, also while a worker, or a server, has it."""
-    def add_done_callback(self, fn: Callable[[Self], object], /) -> None:
+    def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the package's thread
         ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done already, at once on this thread. An
         exception of a callback is logged (logger ``warpipe``) and stops no other. The object is kept until then.
