@@ -54,6 +54,7 @@ hold! {
     what_was_not_complete_is_lost_to_everybody: rescue::LOST;
     a_share_is_claimed_or_withdrawn: shares::WITHDRAWN;
     memory_whose_offer_ends_is_not_let_go_while_a_receiver_has_it: shares::ENDED;
+    a_block_whose_lend_ends_is_not_let_go_while_one_of_its_peers_has_it: shares::LENT;
     a_page_that_is_closed_while_its_receiver_claims_says_so_or_has_the_claim: shares::CLOSED;
     a_share_that_is_given_back_and_claimed_again_is_not_over: shares::GIVEN_BACK;
     an_object_is_whole_until_its_last_user_has_left_it: table::SHARED;
@@ -145,6 +146,8 @@ catch! {
     a_share_withdrawn_without_a_word: shares::WITHDRAWN, "lend/share_words.rs", ".compare_exchange(found, 0, SeqCst", Rmw, Omitted;
     a_claim_that_is_not_written: shares::ENDED, "backend/word.rs", "self.value.swap(value", Rmw, Omitted;
     an_offer_that_is_not_ended: shares::ENDED, "lend/share_words.rs", "self.offer_words(number)[0].store(0, SeqCst);", Store, Omitted;
+    a_claim_of_a_block_that_is_not_written: shares::LENT, "backend/word.rs", "self.value.swap(value", Rmw, Omitted;
+    a_lend_that_is_not_ended: shares::LENT, "lend/share_words.rs", "self.offer_words(number)[0].store(0, SeqCst);", Store, Omitted;
     a_turn_that_is_not_raised: shares::GIVEN_BACK, "lend/share_words.rs", "state.compare_exchange(found, next, SeqCst", Rmw, Omitted;
     a_sample_held_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.held[self.index(position)].store(position", Store, Order(Relaxed);
     a_look_at_the_dead_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.dead.load(SeqCst)", Load, Order(Relaxed);

@@ -17,6 +17,7 @@ use super::last_writers::LastWriter;
 use crate::backend::TimelineWord;
 use crate::device::Device;
 use crate::lend::claims::{Borrowers, Claimant};
+use crate::lend::share_words::ShareWords;
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 use crate::verify::histories::Draw;
@@ -114,7 +115,8 @@ pub struct Play {
 impl Play {
     pub fn new(fault: Fault) -> Play {
         let users = Users::new(OWNER as u32, Quotas::default());
-        let mut state = PoolState::new(&Device::host(), LIMIT, users);
+        let (offers, _) = ShareWords::for_many().expect("a page");
+        let mut state = PoolState::new(&Device::host(), LIMIT, users, offers);
         state.borrowers = Borrowers::new(CLAIMS_MAX);
         let (memory, words, peers, owned, stream, scrubber, pending) = Default::default();
         Play {

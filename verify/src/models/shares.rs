@@ -19,6 +19,11 @@ pub const ENDED: Model = Model {
     bound: 3,
     body: ended,
 };
+pub const LENT: Model = Model {
+    name: "a block whose lend ends is not let go while one of its peers has it",
+    bound: 3,
+    body: lent,
+};
 pub const CLOSED: Model = Model {
     name: "a page that is closed while its receiver claims says so, or has the claim",
     bound: 3,
@@ -36,6 +41,11 @@ const NUMBER: u64 = SLOTS as u64 + 1;
 /// A share, and a receiver's page, with the words that two threads use made.
 fn share() -> (Arc<ShareWords>, Arc<SharedPage>) {
     let (words, _) = ShareWords::create().expect("pages");
+    words.state(NUMBER).touch();
+    offered(words)
+}
+
+fn offered(words: ShareWords) -> (Arc<ShareWords>, Arc<SharedPage>) {
     let page = page(words_bytes(2));
     let offer = Offer {
         bytes: 1,
@@ -49,7 +59,6 @@ fn share() -> (Arc<ShareWords>, Arc<SharedPage>) {
         ready: None,
     };
     words.offer(NUMBER, &offer).expect("an offer");
-    words.state(NUMBER).touch();
     words.offer_words(NUMBER)[..4]
         .iter()
         .for_each(|word| word.touch());
@@ -65,7 +74,13 @@ fn claims(words: &ShareWords, page: &SharedPage) -> bool {
 
 /// The share, and whether a receiver that claims it on a thread of its own has it.
 fn race(owner: impl FnOnce(&ShareWords, &SharedPage) -> bool) -> (bool, bool) {
-    let (words, page) = share();
+    race_for(share(), owner)
+}
+
+fn race_for(
+    (words, page): (Arc<ShareWords>, Arc<SharedPage>),
+    owner: impl FnOnce(&ShareWords, &SharedPage) -> bool,
+) -> (bool, bool) {
     let (theirs, claim) = (words.clone(), page.clone());
     let receiver = loom::thread::spawn(move || claims(&theirs, &claim));
     let is_let_go = owner(&words, &page);
@@ -83,6 +98,15 @@ fn ended() {
     let (is_let_go, is_claimed) = race(|words, page| {
         words.end(NUMBER);
         !words.look([page], NUMBER).is_held
+    });
+    assert!(!(is_let_go && is_claimed), "it is let go while it is open");
+}
+
+fn lent() {
+    let (words, _) = ShareWords::for_many().expect("a page");
+    let (is_let_go, is_claimed) = race_for(offered(words), |words, page| {
+        words.end(NUMBER);
+        !has_claim(page, NUMBER)
     });
     assert!(!(is_let_go && is_claimed), "it is let go while it is open");
 }

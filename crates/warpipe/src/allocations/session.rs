@@ -13,6 +13,7 @@ pub(super) static TERMS: Terms = Terms {
     kind: Kind::Allocations,
     lent: "shares",
     claims_max: SLOTS,
+    words: SLOTS,
     has_shares: true,
 };
 

@@ -16,7 +16,7 @@ use crate::ipc::peer::Process;
 use crate::ipc::{ClientInfo, Rejection, ServerCore};
 use crate::lend::claims::Claimant;
 use crate::lend::server::{Lender, Lending};
-use crate::lend::share_words::{self, Claims, SLOTS, ShareWords, has_claim, slot};
+use crate::lend::share_words::{Claims, SLOTS, ShareWords, has_claim, slot};
 use crate::lend::{LendReply, Offer, OfferPlace};
 use crate::memory::legacy::LegacyHandle;
 use crate::memory::pieces::Run;
@@ -225,10 +225,8 @@ impl Shares {
     pub(super) fn has_ended(&self, reactor: &Reactor) -> bool {
         let mut state = self.lock();
         state.is_closed = true;
-        state.clients.values_mut().for_each(|client| {
-            share_words::close(&client.page);
-            client.leave(false);
-        });
+        let clients = state.clients.values_mut();
+        clients.for_each(|client| client.leave(false));
         let dropped = state.collect(&self.words);
         let has_ended = state.shares.is_empty();
         drop(state);
@@ -464,8 +462,8 @@ impl Lender for Shares {
         &self.lending
     }
 
-    fn admit(&self, client: u64, claimant: Claimant) {
-        self.lock().clients.insert(client, claimant);
+    fn admit(&self, client: &ClientInfo, claimant: Claimant) {
+        self.lock().clients.insert(client.id, claimant);
     }
 
     fn has_any(&self, client: u64) -> bool {
@@ -479,7 +477,6 @@ impl Lender for Shares {
 
     fn leave(&self, client: u64, is_dead: bool) {
         if let Some(client) = self.lock().clients.get_mut(&client) {
-            share_words::close(&client.page);
             client.leave(is_dead);
         }
     }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::RETURNED;
+use super::share_words::close;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::peer::{DeathEvidence, Process};
 use crate::shm::page::SharedPage;
@@ -36,6 +37,8 @@ pub(crate) struct Claimant {
     /// Its place in the limits of connections: what is kept for a borrower counts as its connection
     /// did.
     _permit: Option<Arc<QuotaPermit>>,
+    /// Whether words of the page but those that answers name are claims, too.
+    pub(crate) claims_by_words: bool,
     /// Its session has ended.
     pub(crate) is_leaving: bool,
     is_dead: bool,
@@ -70,7 +73,8 @@ impl<T> Borrowers<T> {
             claimant,
             open: vec![],
             unused: vec![],
-            next_word: 0,
+            // The first one closes the page.
+            next_word: 1,
             values: 0,
         };
         self.by_client.insert(client, borrower);
@@ -102,19 +106,33 @@ impl<T> Borrowers<T> {
     }
 
     /// Takes what has ended since the last call, and removes borrowers that are gone and have
-    /// nothing. What a borrower's words said before its death counts.
-    pub(crate) fn collect(&mut self) -> Ended<T> {
+    /// nothing. What a borrower's words said before its death counts. `claimed` says what a
+    /// borrower that leaves, or is dead, has claimed by words.
+    pub(crate) fn collect(
+        &mut self,
+        mut claimed: impl FnMut(&SharedPage, bool) -> Vec<T>,
+    ) -> Ended<T> {
         let mut ended = Ended {
             released: vec![],
             dead: vec![],
         };
         self.by_client.retain(|_, borrower| {
             borrower.collect(&mut ended);
-            if borrower.claimant.is_gone() {
-                let left = borrower.open.drain(..);
-                ended.dead.extend(left.map(|claim| claim.lent));
+            let claimant = &borrower.claimant;
+            if !claimant.is_leaving {
+                return true;
             }
-            !borrower.claimant.is_leaving || borrower.has_any()
+            let is_gone = claimant.is_gone();
+            let by_words = match claimant.claims_by_words {
+                true => claimed(&claimant.page, is_gone),
+                false => vec![],
+            };
+            if !is_gone {
+                return borrower.has_any() || !by_words.is_empty();
+            }
+            let left = borrower.open.drain(..).map(|claim| claim.lent);
+            ended.dead.extend(left.chain(by_words));
+            false
         });
         ended
     }
@@ -122,11 +140,22 @@ impl<T> Borrowers<T> {
     /// Whether the borrower has the most claims that it may have, or is not there.
     pub(crate) fn is_full(&self, client: u64) -> bool {
         let borrower = self.by_client.get(&client);
-        borrower.is_none_or(|it| it.unused.is_empty() && it.next_word >= self.claims_max)
+        borrower.is_none_or(|it| it.unused.is_empty() && it.next_word > self.claims_max)
     }
 
     pub(crate) fn has_any(&self, client: u64) -> bool {
         self.by_client.get(&client).is_some_and(Borrower::has_any)
+    }
+
+    /// The page of a borrower that claims by words.
+    pub(crate) fn page(&self, client: u64) -> Option<&SharedPage> {
+        self.by_client.get(&client)?.claimant.claims()
+    }
+
+    /// The pages of all those.
+    pub(crate) fn pages(&self) -> impl Iterator<Item = &SharedPage> + Clone {
+        let borrowers = self.by_client.values();
+        borrowers.filter_map(|borrower| borrower.claimant.claims())
     }
 
     /// Borrowers that are connected, or have claims.
@@ -144,7 +173,7 @@ impl<T> Borrower<T> {
     fn claim(&mut self, claims_max: u32, lent: T) -> Result<(u32, u64), T> {
         let word = match self.unused.pop() {
             Some(word) => word,
-            None if self.next_word < claims_max => {
+            None if self.next_word <= claims_max => {
                 self.next_word += 1;
                 self.next_word - 1
             }
@@ -196,6 +225,7 @@ impl Claimant {
             page,
             process,
             _permit: permit,
+            claims_by_words: false,
             is_leaving: false,
             is_dead: false,
         }
@@ -204,8 +234,14 @@ impl Claimant {
     /// Its session has ended: by the proof of its death, or gracefully; then its words report each
     /// release, unless it dies.
     pub(crate) fn leave(&mut self, is_dead: bool) {
+        // It claims nothing any more by words.
+        close(&self.page);
         self.is_leaving = true;
         self.is_dead |= is_dead;
+    }
+
+    fn claims(&self) -> Option<&SharedPage> {
+        self.claims_by_words.then_some(&*self.page)
     }
 
     /// Whether it is proven dead, also where its server reports nothing of it any more.
@@ -222,6 +258,10 @@ impl<T> Borrower<T> {
 
     pub(crate) fn is_leaving(&self) -> bool {
         self.claimant.is_leaving
+    }
+
+    pub(crate) fn is_of_another_user(&mut self) {
+        self.claimant.claims_by_words = false;
     }
 
     pub(crate) fn leave_as(&mut self, process: Arc<Process>) {

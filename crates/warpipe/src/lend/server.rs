@@ -21,9 +21,10 @@ use crate::shm::page::{SharedPage, words_bytes};
 pub(crate) struct Lending {
     /// The device that the memory lies on.
     owner: DeviceId,
-    claims_max: u32,
+    /// Of a borrower's page.
+    words: u32,
     ready_bytes: u64,
-    /// Of the ready words, and of more pages that all borrowers have.
+    /// Of the ready words, and of more pages for borrowers that claim by words.
     pages: Vec<CloseOnForkFd>,
     /// The runs that borrowers may have mapped.
     runs: GivenRuns,
@@ -36,7 +37,12 @@ pub(crate) trait Lender: Send + Sync {
 
     fn lending(&self) -> &Lending;
 
-    fn admit(&self, client: u64, claimant: Claimant);
+    fn admit(&self, client: &ClientInfo, claimant: Claimant);
+
+    /// Whether a client may claim by words, and gets the page of the offers.
+    fn is_offered_to(&self, _client: &ClientInfo) -> bool {
+        true
+    }
 
     /// Whether a client has a claim.
     fn has_any(&self, client: u64) -> bool;
@@ -71,16 +77,16 @@ pub(crate) trait Lender: Send + Sync {
 }
 
 impl Lending {
-    /// For a lender of memory on this device, of which a borrower may have so many claims.
+    /// For a lender of memory on this device, of which a borrower has a page of so many words.
     pub(crate) fn new(
         owner: DeviceId,
-        claims_max: u32,
+        words: u32,
         ready: &SharedPage,
         pages: Vec<CloseOnForkFd>,
     ) -> Lending {
         Lending {
             owner,
-            claims_max,
+            words,
             ready_bytes: ready.bytes() as u64,
             pages,
             runs: GivenRuns::default(),
@@ -126,7 +132,7 @@ impl<L: Lender> RequestHandler for L {
     ) -> Result<OutgoingReply, Rejection> {
         let &Lending {
             owner,
-            claims_max,
+            words,
             ready_bytes,
             ref pages,
             ..
@@ -136,11 +142,15 @@ impl<L: Lender> RequestHandler for L {
                 "its memory is on {owner}, which {device} cannot reach"
             )));
         }
-        let (page, fd) = SharedPage::create(None, words_bytes(claims_max as usize))?;
+        let (page, fd) = SharedPage::create(None, words_bytes(words as usize))?;
         let hello = HelloReply {
             owner,
             claims_bytes: page.bytes() as u64,
             ready_bytes,
+        };
+        let pages = match self.is_offered_to(client) {
+            true => &pages[..],
+            false => &pages[..1],
         };
         let copies = pages.iter().map(CloseOnForkFd::duplicate);
         let fds = [Ok(fd)]
@@ -149,10 +159,7 @@ impl<L: Lender> RequestHandler for L {
             .collect::<Result<_, _>>()?;
         let reply = OutgoingReply::new(&hello, fds)?;
         let (process, permit) = (client.process.clone(), client.quota_permit.clone());
-        self.admit(
-            client.id,
-            Claimant::new(Arc::new(page), process, Some(permit)),
-        );
+        self.admit(client, Claimant::new(Arc::new(page), process, Some(permit)));
         Ok(reply)
     }
 

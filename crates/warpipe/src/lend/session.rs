@@ -5,6 +5,8 @@
 use std::collections::HashMap;
 use std::ops::Deref;
 use std::os::fd::AsFd;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -49,7 +51,10 @@ pub(crate) struct Terms {
     /// What a claim is on, in errors.
     pub(crate) lent: &'static str,
     pub(crate) claims_max: u32,
-    /// Whether borrowers claim by words. If not, they ask, and their streams release claims.
+    /// Of a borrower's page.
+    pub(crate) words: u32,
+    /// Whether borrowers claim by words alone, one at a time. If not, they ask, too, and their
+    /// streams release claims.
     pub(crate) has_shares: bool,
 }
 
@@ -92,6 +97,8 @@ type RunKey = (u32, Access);
 struct BorrowerState {
     terms: &'static Terms,
     words: SharedPage,
+    /// Claims that are open, by answers and by words.
+    open: AtomicU32,
     /// Never locked during a driver call.
     runs: Mutex<RunTable>,
     shares: Option<ShareWords>,
@@ -123,7 +130,7 @@ impl SessionObserver for BorrowerState {
     /// Nothing has been enqueued on such memory.
     fn on_stale_reply(&self, _: &[u8], incoming: IncomingReply) {
         if let Ok(LendReply::<()>::Lent(grant)) = decode(&incoming.body, "a lender")
-            && grant.word < self.terms.claims_max
+            && grant.word < self.terms.words
         {
             self.word(grant.word).store(grant.value | RETURNED);
         }
@@ -174,15 +181,20 @@ impl LendSession {
         let (hello, words, ready, shares): (HelloReply, _, _, _) = match terms.has_shares {
             true => {
                 let (hello, [words, ready, states, offers]) = reply.open(&name)?;
-                (hello, words, ready, Some((states, offers)))
+                (hello, words, ready, Some((Some(states), offers)))
             }
-            false => {
+            // Of a borrower of another user.
+            false if reply.fds.len() == 2 => {
                 let (hello, [words, ready]) = reply.open(&name)?;
                 (hello, words, ready, None)
             }
+            false => {
+                let (hello, [words, ready, offers]) = reply.open(&name)?;
+                (hello, words, ready, Some((None, offers)))
+            }
         };
         let shares = shares.map(|(states, offers)| ShareWords::open(states, offers, &name));
-        let claims_bytes = words_bytes(terms.claims_max as usize);
+        let claims_bytes = words_bytes(terms.words as usize);
         if hello.claims_bytes != claims_bytes as u64 {
             let found = format!("{} bytes", hello.claims_bytes);
             let allowed = format!("{claims_bytes} bytes");
@@ -192,6 +204,7 @@ impl LendSession {
         let state = Arc::new(BorrowerState {
             terms,
             words: SharedPage::open(of_streams, words, claims_bytes, &name)?,
+            open: AtomicU32::default(),
             runs: Mutex::default(),
             shares: shares.transpose()?,
         });
@@ -231,7 +244,7 @@ impl LendSession {
         answers: &Wait<'_>,
         contents: &Wait<'_>,
     ) -> Result<Answer<R>> {
-        self.shared.owner_process().check()?;
+        self.check_room()?;
         let request = encode(&LendRequest::Memory(request))?;
         let reply = self.ipc().request(&request, answers)?;
         match decode(&reply.body, self.name())? {
@@ -241,14 +254,7 @@ impl LendSession {
             }
             LendReply::Gone => Ok(Answer::Gone),
             LendReply::Refused(refusal) => Ok(Answer::Refused(refusal)),
-            LendReply::TooMany => {
-                let Terms {
-                    lent, claims_max, ..
-                } = self.terms;
-                let found = format!("{} in one process", claims_max + 1);
-                let allowed = format!("up to {claims_max} of {:?}; drop some", self.name());
-                Err(Error::argument(lent, found, allowed))
-            }
+            LendReply::TooMany => Err(self.too_many()),
             LendReply::Pieces => Err(self.wrong("reply", "pieces", "memory")),
         }
     }
@@ -260,7 +266,7 @@ impl LendSession {
         number: u64,
         wait: &Wait<'_>,
     ) -> Result<Option<LentBuffer>> {
-        self.shared.owner_process().check()?;
+        self.check_room()?;
         let BorrowerState { words, shares, .. } = &*self.shared.state;
         let claimed = match shares {
             _ if self.ipc().is_over() => return Err(self.ipc().owner_gone()),
@@ -281,18 +287,36 @@ impl LendSession {
             .map(Some)
     }
 
+    fn check_room(&self) -> Result<()> {
+        self.shared.owner_process().check()?;
+        match self.shared.state.open.load(Relaxed) < self.terms.claims_max {
+            true => Ok(()),
+            false => Err(self.too_many()),
+        }
+    }
+
+    fn too_many(&self) -> Error {
+        let Terms {
+            lent, claims_max, ..
+        } = self.terms;
+        let found = format!("{} in one process", claims_max + 1);
+        let allowed = format!("up to {claims_max} of {:?}; drop some", self.name());
+        Error::argument(lent, found, allowed)
+    }
+
     fn open_grant(
         self: &Arc<Self>,
         Grant { word, value, offer }: Grant,
         answers: &Wait<'_>,
         contents: &Wait<'_>,
     ) -> Result<LentBuffer> {
-        let claims_max = self.terms.claims_max;
-        if word >= claims_max || value >= RETURNED {
+        let words = self.terms.words;
+        if word >= words || value >= RETURNED {
             let found = format!("{word} and {value}");
-            return Err(self.wrong("word and value", found, format!("below {claims_max}")));
+            return Err(self.wrong("word and value", found, format!("below {words}")));
         }
         // From here on its drop ends the claim, also on an error.
+        self.shared.state.open.fetch_add(1, Relaxed);
         let mut claim = Claim {
             session: self.clone(),
             word,
@@ -507,7 +531,9 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let (state, Some(value)) = (&self.session.shared.state, self.at_end) else {
+        let state = &self.session.shared.state;
+        state.open.fetch_sub(1, Relaxed);
+        let Some(value) = self.at_end else {
             return;
         };
         let word = state.word(self.word);

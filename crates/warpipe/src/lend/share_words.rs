@@ -1,11 +1,13 @@
-//! The words by which receivers claim shares without a message. Pure, over pages of words.
+//! The words by which receivers claim shares, and a pool's blocks, without a message. Pure, over
+//! pages of words.
 //!
 //! A share's *number* is unique for its server. Its low 16 bits are its *slot*, which no other
 //! share has as long as it lasts. Each slot has
 //!
 //! * an *offer*, which only the owner writes: the number, or 0, and where the memory lies;
 //! * a *state*, which every receiver writes: the number, with a *turn* in place of the slot. It is
-//!   odd while a receiver has the share, and decides between receivers, no more;
+//!   odd while a receiver has the share, and decides between receivers, no more. Blocks, which any
+//!   number of receivers may have at a time, have none;
 //! * in each receiver's page its *claim*, which only that receiver and the owner can write: the
 //!   number with [`CLAIMED`] while the receiver may use the memory, the number once it has released
 //!   it, the number with [`RETURNED`] if it has not used it.
@@ -50,7 +52,8 @@ const OFFERS_BYTES: usize = SLOTS as usize * OFFER_BYTES;
 /// What all receivers of a server share.
 #[derive(Debug)]
 pub(crate) struct ShareWords {
-    states: SharedPage,
+    /// `None` where any number of receivers may have a share.
+    states: Option<SharedPage>,
     offers: SharedPage,
     /// Held by the thread of this process that claims a share.
     claiming: Mutex<()>,
@@ -87,30 +90,39 @@ pub(crate) fn is_closed(page: &SharedPage) -> bool {
 }
 
 impl ShareWords {
-    /// Of an owner, with the descriptors for its receivers.
+    /// Of an owner of shares that one receiver has at a time, with the descriptors for receivers.
     pub(crate) fn create() -> Result<(ShareWords, [CloseOnForkFd; 2])> {
         let (states, states_fd) = SharedPage::create(None, STATES_BYTES)?;
+        let (words, offers_fd) = ShareWords::for_many()?;
+        let states = Some(states);
+        Ok((ShareWords { states, ..words }, [states_fd, offers_fd]))
+    }
+
+    /// Of an owner of shares that any number of receivers may have.
+    pub(crate) fn for_many() -> Result<(ShareWords, CloseOnForkFd)> {
         let (offers, offers_fd) = SharedPage::publish(None, OFFERS_BYTES)?;
         let words = ShareWords {
-            states,
+            states: None,
             offers,
             claiming: Mutex::default(),
         };
-        Ok((words, [states_fd, offers_fd]))
+        Ok((words, offers_fd))
     }
 
     /// Of a receiver.
-    pub(crate) fn open(states: PeerFd, offers: PeerFd, name: &str) -> Result<ShareWords> {
+    pub(crate) fn open(states: Option<PeerFd>, offers: PeerFd, name: &str) -> Result<ShareWords> {
+        let states = states.map(|states| SharedPage::open(None, states, STATES_BYTES, name));
         Ok(ShareWords {
-            states: SharedPage::open(None, states, STATES_BYTES, name)?,
+            states: states.transpose()?,
             offers: SharedPage::read(offers, OFFERS_BYTES, name)?,
             claiming: Mutex::default(),
         })
     }
 
+    /// The state of a share that one receiver has at a time.
     pub(crate) fn state(&self, number: u64) -> &AtomicU64 {
-        self.states
-            .at(slot(number) as usize * size_of::<AtomicU64>())
+        let states = self.states.as_ref().expect("receivers take turns");
+        states.at(slot(number) as usize * size_of::<AtomicU64>())
     }
 
     pub(crate) fn offer_words(&self, number: u64) -> &[AtomicU64; OFFER_WORDS] {
@@ -137,7 +149,9 @@ impl ShareWords {
             value[..chunk.len()].copy_from_slice(chunk);
             word.store(u64::from_le_bytes(value), Relaxed);
         }
-        self.state(number).store(number & !SLOT_BITS, Release);
+        if self.states.is_some() {
+            self.state(number).store(number & !SLOT_BITS, Release);
+        }
         live.store(number, SeqCst);
         Ok(())
     }
@@ -181,8 +195,8 @@ impl ShareWords {
         claims
     }
 
-    /// Claims a share for the process of this page. `None` if it is gone, another one has it, or
-    /// another thread of this one.
+    /// Claims a share for the process of this page. `None` if it is gone, another thread of this
+    /// process has it, or another process that it is the turn of.
     pub(crate) fn claim(
         &self,
         page: &SharedPage,
@@ -190,22 +204,20 @@ impl ShareWords {
         name: &str,
     ) -> Result<Option<Offer>> {
         let _claiming = self.claiming.locked();
-        let claim = page.word(slot(number) as usize);
-        if slot(number) == 0
+        let is_slot = 1..page.words();
+        if !is_slot.contains(&(slot(number) as usize))
             || !self.is_offered(number)
             || is_closed(page)
-            || claim.is(number | CLAIMED)
-            || claim.is(number)
         {
             return Ok(None);
         }
+        let claim = page.word(slot(number) as usize);
+        // A share that one receiver has at a time is over when that has released it.
+        if claim.is(number | CLAIMED) || self.states.is_some() && claim.is(number) {
+            return Ok(None);
+        }
         claim.store(number | CLAIMED);
-        let state = self.state(number);
-        let found = state.load(Acquire);
-        let is_mine = is_free(found, number)
-            && state
-                .compare_exchange(found, found + 1, SeqCst, SeqCst)
-                .is_ok();
+        let is_mine = self.states.is_none() || self.takes_turn(number);
         fence(SeqCst);
         if !is_mine || !self.is_offered(number) || is_closed(page) {
             if is_mine {
@@ -222,6 +234,15 @@ impl ShareWords {
         offer.map(Some)
     }
 
+    fn takes_turn(&self, number: u64) -> bool {
+        let state = self.state(number);
+        let found = state.load(Acquire);
+        is_free(found, number)
+            && state
+                .compare_exchange(found, found + 1, SeqCst, SeqCst)
+                .is_ok()
+    }
+
     fn offer_of(&self, number: u64, name: &str) -> Result<Offer> {
         let [_, length, words @ ..] = self.offer_words(number);
         let length = length.load(Relaxed) as usize;
@@ -234,13 +255,19 @@ impl ShareWords {
 
     /// Lets others claim a share that the process of this claim has not used.
     pub(crate) fn give_back(&self, claim: &TimelineWord, number: u64) {
+        if self.states.is_some() {
+            self.raise_turn(number);
+        }
+        claim.store(number | RETURNED);
+    }
+
+    fn raise_turn(&self, number: u64) {
         let state = self.state(number);
         let found = state.load(Acquire);
         if found & !SLOT_BITS == number & !SLOT_BITS && found & 1 == 1 {
             let next = found & !SLOT_BITS | (found + 1) & SLOT_BITS;
             let _ = state.compare_exchange(found, next, SeqCst, SeqCst);
         }
-        claim.store(number | RETURNED);
     }
 }
 

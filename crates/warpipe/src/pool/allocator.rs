@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use self::users::{Quotas, Room, Users};
 use super::last_writers::LastWriter;
-use super::{CLAIMS_MAX, PoolRefusal};
+use super::{CLAIMS_MAX, PoolRefusal, WORDS};
 use crate::backend::{Access, DevicePtr};
 use crate::backoff::Backoff;
 use crate::debug::opaque_debug;
@@ -19,6 +19,8 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Kind, ServerCore};
 use crate::lend::claims::{Borrowers, Ended};
 use crate::lend::server::Lending;
+use crate::lend::share_words::{SLOTS, ShareWords, has_claim};
+use crate::lend::{Offer, OfferPlace};
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{Arena, Chunk, SLOTS_MAX, Slot, SlotId};
 use crate::memory::slice::MappedMemory;
@@ -66,6 +68,10 @@ pub(super) struct PoolState {
     pub(super) owned: HashSet<SlotId>,
     pub(super) lent_blocks: HashMap<u64, LentBlock>,
     pub(super) borrowers: Borrowers<SlotId>,
+    /// By which peers of this process's user claim lent blocks.
+    offers: ShareWords,
+    /// Lends that have ended while a peer had claimed them so. Each holds its block.
+    ended_lends: HashMap<u64, SlotId>,
     pub(super) counts: PoolCounts,
     pub(super) is_closed: bool,
     pub(super) users: Users,
@@ -104,9 +110,11 @@ impl PoolAllocator {
     ) -> Result<Arc<PoolAllocator>> {
         let scrubber = device.stream()?;
         let uid = rustix::process::geteuid().as_raw();
-        let state = PoolState::new(&device, limit, Users::new(uid, quotas));
+        let (offers, offers_fd) = ShareWords::for_many()?;
+        let state = PoolState::new(&device, limit, Users::new(uid, quotas), offers);
         let (fence_words, fd) = SharedPage::publish(Some(&device), words_bytes(SLOTS_MAX))?;
-        let lending = Lending::new(device.info().id, CLAIMS_MAX, &fence_words, vec![fd]);
+        let pages = vec![fd, offers_fd];
+        let lending = Lending::new(device.info().id, WORDS, &fence_words, pages);
         let memory = PoolMemory {
             state: Mutex::new(state),
             fence_words,
@@ -330,7 +338,7 @@ impl PoolAllocator {
             return Err(Error::peer_gone(Kind::Pool, name, pid, true));
         };
         let wanted = Wanted {
-            id: state.lend(slot, bytes, access),
+            id: state.lend(slot, bytes, access)?,
             offset: 0,
             bytes: Some(bytes),
         };
@@ -369,12 +377,14 @@ impl PoolAllocator {
 }
 
 impl PoolState {
-    pub(super) fn new(device: &Device, limit: u64, users: Users) -> PoolState {
+    pub(super) fn new(device: &Device, limit: u64, users: Users, offers: ShareWords) -> PoolState {
         PoolState {
             arena: Arena::new(device, limit),
             owned: HashSet::new(),
             lent_blocks: HashMap::new(),
             borrowers: Borrowers::new(CLAIMS_MAX),
+            offers,
+            ended_lends: HashMap::new(),
             counts: PoolCounts::default(),
             is_closed: false,
             users,
@@ -408,37 +418,98 @@ impl PoolState {
         self.fences
     }
 
-    fn lend(&mut self, slot: SlotId, bytes: u64, access: Access) -> u64 {
+    fn lend(&mut self, slot: SlotId, bytes: u64, access: Access) -> Result<u64> {
         let known = self
             .lent_blocks
             .iter()
-            .find(|(_, lend)| (lend.slot, lend.access) == (slot, access))
-            .map(|(&id, _)| id);
-        known.unwrap_or_else(|| {
-            let id = self.next_lend;
-            self.next_lend += 1;
-            self.lent_blocks.insert(
-                id,
-                LentBlock {
-                    slot,
-                    bytes,
-                    access,
-                },
-            );
-            id
-        })
+            .find(|(_, lend)| (lend.slot, lend.access) == (slot, access));
+        if let Some((&id, _)) = known {
+            return Ok(id);
+        }
+        let (user, own_uid) = (self.user_of(slot), self.users.own_uid);
+        let word = offer_word(slot, access).filter(|_| user == own_uid);
+        // No number comes again, and the low bits say the word.
+        let id = self.next_lend * u64::from(SLOTS) + u64::from(word.unwrap_or(0));
+        if word.is_some() {
+            self.offers.offer(id, &self.offer(slot, bytes, access))?;
+        }
+        self.next_lend += 1;
+        let lent = LentBlock {
+            slot,
+            bytes,
+            access,
+        };
+        self.lent_blocks.insert(id, lent);
+        Ok(id)
+    }
+
+    /// What a borrower of a block is told.
+    pub(super) fn offer(&self, slot: SlotId, bytes: u64, access: Access) -> Offer {
+        let place = *self.arena.slot(slot);
+        let chunk = &self.arena.chunks()[place.region as usize];
+        let place = OfferPlace::Run {
+            run: chunk.id,
+            pieces: 1,
+            piece: chunk.region.bytes(),
+            offset: place.offset,
+            access,
+        };
+        let ready = None;
+        Offer {
+            bytes,
+            place,
+            ready,
+        }
     }
 
     /// Takes back the blocks that peers have released, and returns those of dead ones.
     pub(super) fn collect_released(&mut self) -> Vec<SlotId> {
-        let Ended { released, dead } = self.borrowers.collect();
-        let arena = &mut self.arena;
-        released.into_iter().for_each(|slot| arena.release(slot));
+        let PoolState {
+            arena,
+            borrowers,
+            lent_blocks,
+            ended_lends,
+            ..
+        } = self;
+        let Ended { released, dead } = borrowers.collect(|page, is_dead| {
+            let claimed: Vec<_> = claimed(lent_blocks, ended_lends, page).collect();
+            // It is released as what the dead was lent by answers.
+            claimed
+                .iter()
+                .filter(|_| is_dead)
+                .for_each(|&slot| arena.hold(slot));
+            claimed
+        });
+        let ended = ended_lends.extract_if(|&number, _| !is_claimed(borrowers, number));
+        let released = released.into_iter().chain(ended.map(|(_, slot)| slot));
+        released.for_each(|slot| arena.release(slot));
         dead
     }
 
+    /// Ends what peers may open of a block. Those that have it keep it.
+    pub(super) fn end_lends(&mut self, slot: SlotId) {
+        let ended = self.lent_blocks.extract_if(|_, lend| lend.slot == slot);
+        for (number, _) in ended {
+            self.offers.end(number);
+            if is_claimed(&self.borrowers, number) {
+                self.arena.hold(slot);
+                self.ended_lends.insert(number, slot);
+            }
+        }
+    }
+
+    fn claimed(&self, page: &SharedPage) -> impl Iterator<Item = SlotId> {
+        claimed(&self.lent_blocks, &self.ended_lends, page)
+    }
+
+    /// Whether a peer has claimed such a block by words.
+    pub(super) fn has_claim_in(&self, client: u64, is_such: impl Fn(SlotId) -> bool) -> bool {
+        let page = self.borrowers.page(client);
+        page.is_some_and(|page| self.claimed(page).any(is_such))
+    }
+
     pub(super) fn release_owner(&mut self, slot: SlotId) {
-        self.lent_blocks.retain(|_, lend| lend.slot != slot);
+        self.end_lends(slot);
         if self.owned.remove(&slot) {
             self.arena.release(slot);
         }
@@ -452,7 +523,11 @@ impl PoolState {
     /// Bytes of the owner's blocks, and of the peers'. A block that both have counts in both.
     pub(super) fn held(&self) -> (u64, u64) {
         let owned = self.owned.iter().map(|&slot| self.arena.slot(slot).bytes());
-        let is_lent = |(id, slot): &(SlotId, &Slot)| slot.holders > self.owned.contains(id).into();
+        let pages = self.borrowers.pages();
+        let claimed: HashSet<_> = pages.flat_map(|page| self.claimed(page)).collect();
+        let is_lent = |(id, slot): &(SlotId, &Slot)| {
+            slot.holders > self.owned.contains(id).into() || claimed.contains(id)
+        };
         let lent = self.arena.slots().filter(is_lent);
         (owned.sum(), lent.map(|(_, slot)| slot.bytes()).sum())
     }
@@ -464,6 +539,33 @@ impl PoolState {
         let last_writers = &mut self.users.region(region).last_writers;
         last_writers.set(range, LastWriter::Several);
     }
+}
+
+/// The word of a block's offer in the pages of peers. `None` for one beyond those that are offered.
+fn offer_word(slot: SlotId, access: Access) -> Option<u32> {
+    let word = CLAIMS_MAX + 1 + 2 * slot + u32::from(access == Access::ReadWrite);
+    (word < WORDS).then_some(word)
+}
+
+fn is_claimed(borrowers: &Borrowers<SlotId>, number: u64) -> bool {
+    let mut pages = borrowers.pages();
+    pages.any(|page| has_claim(page, number))
+}
+
+/// The blocks that the peer of this page has claimed by words.
+fn claimed(
+    lent_blocks: &HashMap<u64, LentBlock>,
+    ended_lends: &HashMap<u64, SlotId>,
+    page: &SharedPage,
+) -> impl Iterator<Item = SlotId> {
+    let lent = lent_blocks
+        .iter()
+        .map(|(number, lend)| (*number, lend.slot));
+    let ended = ended_lends.iter().map(|(number, slot)| (*number, *slot));
+    let claimed = lent
+        .chain(ended)
+        .filter(|&(number, _)| has_claim(page, number));
+    claimed.map(|(_, slot)| slot)
 }
 
 pub(super) fn check_bytes(bytes: u64) -> Result<()> {

@@ -316,10 +316,7 @@ impl Drop for Buffer {
         let Ok(allocator) = self.allocator.get() else {
             return;
         };
-        allocator
-            .lock()
-            .lent_blocks
-            .retain(|_, lend| lend.slot != self.slot);
+        allocator.lock().end_lends(self.slot);
         let (mut fence, slot) = (self.slice.streams().fence_busy(), self.slot);
         if fence.is_reached() {
             return allocator.release(slot);

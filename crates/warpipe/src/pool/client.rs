@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::check_bytes;
-use super::{CLAIMS_MAX, PoolRefusal, PoolRequest};
+use super::{CLAIMS_MAX, PoolRefusal, PoolRequest, WORDS};
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
 use crate::ipc::{Kind, REPLY_TIMEOUT};
@@ -17,6 +17,7 @@ static TERMS: Terms = Terms {
     kind: Kind::Pool,
     lent: "blocks",
     claims_max: CLAIMS_MAX,
+    words: WORDS,
     has_shares: false,
 };
 
@@ -153,8 +154,14 @@ impl LentBuffer {
             let (session, reply) = ticket.attach(device, &[], &wait)?;
             LendSession::open(session, reply, device, &TERMS)
         })?;
-        let lent = PoolRequest::Lent(ticket.wanted().id);
-        match ask(&session, lent, &wait) {
+        let (number, answers) = (ticket.wanted().id, wait.cancellable_within(REPLY_TIMEOUT));
+        let lent = match session.claim(number, &answers) {
+            // The words of an owner that is gone stay.
+            Ok(Some(block)) if !session.ipc().has_hung_up() => Ok(Answer::Lent(block)),
+            Ok(_) => ask(&session, PoolRequest::Lent(number), &wait),
+            Err(error) => Err(error),
+        };
+        match lent {
             Ok(Answer::Lent(block)) => Ok(block),
             Ok(Answer::Gone) => Err(ticket.expired(Expiry::Returned)),
             Ok(Answer::Refused(refusal)) => {

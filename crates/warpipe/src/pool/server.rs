@@ -8,7 +8,7 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::{ClientInfo, Rejection, ServerCore};
 use crate::lend::claims::Claimant;
 use crate::lend::server::{Lender, Lending};
-use crate::lend::{LendReply, Offer, OfferPlace};
+use crate::lend::{LendReply, Offer};
 use crate::memory::arena::SlotId;
 use crate::runtime::fence::Fence;
 
@@ -20,12 +20,24 @@ impl Lender for PoolAllocator {
         &self.lending
     }
 
-    fn admit(&self, client: u64, claimant: Claimant) {
-        self.lock().borrowers.add(client, claimant);
+    fn admit(&self, client: &ClientInfo, mut claimant: Claimant) {
+        claimant.claims_by_words = self.is_offered_to(client);
+        self.lock().borrowers.add(client.id, claimant);
+    }
+
+    fn is_offered_to(&self, client: &ClientInfo) -> bool {
+        client.uid == self.uid
     }
 
     fn has_any(&self, client: u64) -> bool {
-        self.lock().borrowers.has_any(client)
+        let state = self.lock();
+        state.borrowers.has_any(client) || state.has_claim_in(client, |_| true)
+    }
+
+    fn has_claim_in(&self, client: u64, run: u32) -> bool {
+        let state = self.lock();
+        let region = |slot| state.arena.slot(slot).region as usize;
+        state.has_claim_in(client, |slot| state.arena.chunks()[region(slot)].id == run)
     }
 
     fn leave(&self, client: u64, is_dead: bool) {
@@ -136,22 +148,11 @@ impl PoolAllocator {
         (bytes, access): (u64, Access),
         cleared_at: Option<u64>,
     ) -> Option<LendReply<PoolRefusal>> {
-        let PoolState {
-            arena, borrowers, ..
-        } = state;
-        let place = *arena.slot(slot);
-        let chunk = &arena.chunks()[place.region as usize];
         let offer = Offer {
-            bytes,
-            place: OfferPlace::Run {
-                run: chunk.id,
-                pieces: 1,
-                piece: chunk.region.bytes(),
-                offset: place.offset,
-                access,
-            },
             ready: cleared_at.map(|value| (slot, value)),
+            ..state.offer(slot, bytes, access)
         };
+        let borrowers = &mut state.borrowers;
         self.lending.lend(borrowers, client, slot, offer).ok()
     }
 

@@ -457,7 +457,7 @@ fn garbage_in_a_peers_page_frees_nothing() {
     let own = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
     let lent = client.allocate(MIB, Duration::ZERO).unwrap();
     for value in [0, 2, 1 << 40, u64::MAX] {
-        (0..CLAIMS_MAX).for_each(|word| {
+        (0..WORDS).for_each(|word| {
             let words = client.session().words();
             words.word(word as usize).store(value)
         });
@@ -466,6 +466,117 @@ fn garbage_in_a_peers_page_frees_nothing() {
     drop(lent);
     drop(stage.pool.allocate(MIB, Duration::ZERO).unwrap());
     drop(own);
+}
+
+/// A block of half the pool, lent to a peer that has the region mapped.
+fn lent(stage: &Stage) -> (Buffer, Ticket) {
+    let block = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
+    let ticket = block.lend(Access::ReadWrite).unwrap();
+    drop(open(stage, &ticket));
+    (block, ticket)
+}
+
+fn open(stage: &Stage, ticket: &Ticket) -> LentBuffer {
+    LentBuffer::open(ticket, &stage.device, Duration::ZERO).unwrap()
+}
+
+#[test]
+fn a_lent_block_is_opened_without_an_answer_of_its_owner() {
+    let stage = Stage::new("words");
+    let _client = stage.client();
+    let (block, ticket) = lent(&stage);
+    let held = stage.pool.allocator().lock();
+    drop(open(&stage, &ticket));
+    let again = open(&stage, &ticket);
+    drop(held);
+    assert_eq!(stage.pool.stats().lent_bytes, MIB);
+    drop(again);
+    assert_eq!(stage.pool.stats().lent_bytes, 0);
+    drop(block);
+}
+
+#[test]
+fn a_block_that_was_opened_without_an_answer_comes_back_behind_its_peers_stream() {
+    let stage = Stage::new("words-streams");
+    let _client = stage.client();
+    for way in ["free", "drop", "unnamed"] {
+        let (stream, go) = busy(&stage.device);
+        let (block, ticket) = lent(&stage);
+        let theirs = open(&stage, &ticket);
+        let other = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
+        drop(block);
+        assert!(
+            is_limit(stage.pool.allocate(1, Duration::ZERO)),
+            "it is open"
+        );
+        match way {
+            "free" => theirs.free(&stream).unwrap(),
+            "drop" => {
+                theirs.used_on(&stream);
+                drop(theirs);
+            }
+            // The control: a stream that was not recorded is not waited for.
+            _ => drop(theirs),
+        }
+        let early = stage.pool.allocate(1, Duration::from_millis(30));
+        assert_eq!(is_limit(early), way != "unnamed", "{way}");
+        drop(go);
+        drop(stage.pool.allocate(MIB, WAIT).unwrap());
+        drop(other);
+    }
+}
+
+#[test]
+fn a_block_is_opened_again_while_its_release_waits_for_a_stream() {
+    let stage = Stage::new("words-again");
+    let _client = stage.client();
+    let (stream, go) = busy(&stage.device);
+    let (block, ticket) = lent(&stage);
+    open(&stage, &ticket).free(&stream).unwrap();
+    let again = open(&stage, &ticket);
+    drop((block, go));
+    stream.synchronize(WAIT).unwrap();
+    let other = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
+    assert!(
+        is_limit(stage.pool.allocate(1, Duration::ZERO)),
+        "it is open"
+    );
+    drop(again);
+    drop(stage.pool.allocate(MIB, Duration::ZERO).unwrap());
+    drop(other);
+}
+
+#[test]
+fn what_a_dead_peer_had_opened_without_an_answer_comes_back() {
+    let stage = Stage::new("words-death");
+    let client = stage.client();
+    let (block, ticket) = lent(&stage);
+    let theirs = open(&stage, &ticket);
+    let other = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
+    drop(block);
+    let allocator = stage.pool.allocator();
+    let (alive, writer) = rustix::pipe::pipe().unwrap();
+    let process = Process::of_pipe(alive);
+    (allocator.lock().borrowers.all()).for_each(|peer| peer.leave_as(process.clone()));
+    // Ticks pass while the process is alive.
+    assert!(is_limit(stage.pool.allocate(1, Duration::from_millis(500))));
+    drop(writer);
+    drop(stage.pool.allocate(MIB, WAIT).unwrap());
+    drop((theirs, other, client));
+}
+
+#[test]
+fn a_peer_of_another_user_holds_nothing_by_words_that_it_writes() {
+    let stage = Stage::new("words-user");
+    let client = stage.client();
+    let (block, ticket) = lent(&stage);
+    let theirs = open(&stage, &ticket);
+    drop(block);
+    assert_eq!(stage.pool.stats().lent_bytes, MIB);
+    let allocator = stage.pool.allocator();
+    (allocator.lock().borrowers.all()).for_each(|peer| peer.is_of_another_user());
+    assert_eq!(stage.pool.stats().lent_bytes, 0);
+    drop((theirs, client));
 }
 
 /// Reports every tick.

@@ -371,8 +371,8 @@ fn a_client_that_says_released_and_goes_on_writing_damages_blocks_of_its_own_use
     let stage = stage("lying", 4 * MIB, |it| it);
     let (client, stream) = (client(&stage), stage.device.stream().unwrap());
     let block = client.allocate(MIB, Duration::ZERO).unwrap();
-    // The value that releases it: the first of the session's.
-    client.session().words().word(0).store(1);
+    // The value that releases it: the first of the session's, in its first word that is no flag.
+    client.session().words().word(1).store(1);
     assert!(eventually(|| stage.pool.usage(own_uid()).blocks == 0));
     let theirs = [(); 2].map(|()| stage.pool.allocate_for(tenant(0), MIB, WAIT).unwrap());
     block.write(&stream, 0, &vec![0xEE; 1 << 20]).unwrap();
@@ -541,7 +541,7 @@ fn a_session_that_closes_while_it_has_blocks_keeps_its_place_until_it_has_none()
         );
     }
     allocator.lock().borrowers.all().for_each(|it| {
-        let word = it.page().word(0);
+        let word = it.page().word(1);
         word.store(1);
     });
     assert_eq!(stage.pool.usage(own_uid()).blocks, 0);

@@ -122,9 +122,11 @@ class Transport(TensorTransportManager):
         if metadata.machine != machine():
             said = "the tensors lie on another node, and memory is shared on one"
             raise warpipe.ArgumentError(f"{said}; place both actors on one node, or use NIXL between nodes")
-        with _told(metadata):
+        try:
             connection = self._connection(metadata) if metadata.tickets else None
             tensors = _opened(metadata, connection)
+        except _GONE as error:
+            raise _gone(metadata, error) from error
         return Fetch(obj_id, tensors, metadata, target_buffers, connection)
 
     def wait_fetch_complete(self, fetch_request: Any, timeout: float = -1) -> list[Any]:
@@ -151,17 +153,23 @@ class Transport(TensorTransportManager):
         timeline = fetch.connection.timeline if fetch.connection else None
         if value is None or timeline is None:
             return
-        with self._abortable(fetch.obj_id) as aborted, _told(fetch.metadata):
-            while not timeline.check(value):
-                if aborted.is_set():
-                    said = f"process {fetch.metadata.pid} did not complete object {fetch.obj_id} in time"
-                    raise ReceiveAbortedError(f"{said}; see what its stream waits for, or give Ray a longer time")
-                left = _SLICE_SECONDS if end is None else min(_SLICE_SECONDS, end - time.monotonic())
-                try:
-                    timeline.wait(value, timeout=max(left, 0.0))
-                except warpipe.TimeoutError:
-                    if end is not None and time.monotonic() >= end:
-                        raise
+        try:
+            # As a rule it is.
+            if timeline.check(value):
+                return
+            with self._abortable(fetch.obj_id) as aborted:
+                while not timeline.check(value):
+                    if aborted.is_set():
+                        said = f"process {fetch.metadata.pid} did not complete object {fetch.obj_id} in time"
+                        raise ReceiveAbortedError(f"{said}; see what its stream waits for, or give Ray a longer time")
+                    left = _SLICE_SECONDS if end is None else min(_SLICE_SECONDS, end - time.monotonic())
+                    try:
+                        timeline.wait(value, timeout=max(left, 0.0))
+                    except warpipe.TimeoutError:
+                        if end is not None and time.monotonic() >= end:
+                            raise
+        except _GONE as error:
+            raise _gone(fetch.metadata, error) from error
 
     @contextlib.contextmanager
     def _abortable(self, obj_id: str) -> Iterator[threading.Event]:
@@ -181,8 +189,10 @@ class Transport(TensorTransportManager):
         key = metadata.domain, metadata.pool, metadata.device
         with self._lock:
             found = self._connections.get(key)
-        if found is None or (found.timeline is None and metadata.complete is not None):
-            found = _connected(metadata)
+            if found is not None and (found.timeline is not None or metadata.complete is None):
+                self._connections.move_to_end(key)
+                return found
+        found = _connected(metadata)
         with self._lock:
             if key not in self._connections:
                 self._drop_gone()
@@ -234,11 +244,10 @@ def _opened(metadata: Metadata, connection: Connection | None) -> list[Any]:
     return tensors
 
 
-@contextlib.contextmanager
-def _told(metadata: Metadata) -> Iterator[None]:
-    """Says of a source that has ended what to do."""
-    try:
-        yield
-    except (warpipe.PeerGoneError, warpipe.NotFoundError, warpipe.TicketExpiredError) as error:
-        said = f"process {metadata.pid}, which made the object, does not offer it any more: {error}"
-        raise SourceGoneError(f"{said}; create the object again") from error
+# What a source that has ended is to warpipe.
+_GONE = (warpipe.PeerGoneError, warpipe.NotFoundError, warpipe.TicketExpiredError)
+
+
+def _gone(metadata: Metadata, error: Exception) -> SourceGoneError:
+    said = f"process {metadata.pid}, which made the object, does not offer it any more: {error}"
+    return SourceGoneError(f"{said}; create the object again")

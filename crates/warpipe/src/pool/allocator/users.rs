@@ -122,7 +122,7 @@ pub(in crate::pool) struct UserRegion {
 /// The regions of all users, and the quotas.
 #[derive(Debug)]
 pub(in crate::pool) struct Users {
-    own_uid: u32,
+    pub(in crate::pool) own_uid: u32,
     quotas: Quotas,
     /// By number in the arena.
     regions: Vec<UserRegion>,
