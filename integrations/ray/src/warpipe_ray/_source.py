@@ -120,29 +120,31 @@ class Source:
         return made
 
     def offer(self, with_type: Library, kind: str, arrays: Sequence[Any], writable: bool) -> Offer:
-        types = [with_type.dtype(array.dtype) for array in arrays]
-        lengths = [nbytes(array.shape, item) for array, (_, item) in zip(arrays, types, strict=True)]
-        lying = [self._lying(with_type, array) for array in arrays]
-        # The other arrays are copied, side by side in one block.
-        room = sum(_aligned(length) for length, lies in zip(lengths, lying, strict=True) if lies is None)
+        meta, lying, room = [], [], 0
+        for array in arrays:
+            dtype, item = with_type.dtype(array.dtype)
+            length, lies = nbytes(array.shape, item), self._lying(with_type, array)
+            meta.append((array.shape, dtype))
+            lying.append((length, lies))
+            # The other arrays are copied, side by side in one block.
+            room += 0 if lies else _aligned(length)
         packed = self._pool.allocate(room, _ROOM_SECONDS) if room else None
         blocks: dict[int, tuple[int, warpipe.Buffer]] = {}
         places: list[tuple[int, int] | None] = []
         end = 0
-        for array, (dtype, _), length, lies in zip(arrays, types, lengths, lying, strict=True):
+        for array, (shape, dtype), (length, lies) in zip(arrays, meta, lying, strict=True):
             if length == 0:
                 places.append(None)
                 continue
             if lies is None:
                 assert packed is not None
                 lies = packed, end
-                with_type.copy(with_type.over(packed.view((length,), "uint8", end), dtype, tuple(array.shape)), array)
+                with_type.copy(with_type.over(packed.view((length,), "uint8", end), dtype, tuple(shape)), array)
                 end += _aligned(length)
             block, at = lies
             number, _ = blocks.setdefault(block.ptr, (len(blocks), block))
             places.append((number, at))
         offered = [block for _, block in blocks.values()]
-        meta = [(array.shape, dtype) for array, (dtype, _) in zip(arrays, types, strict=True)]
         metadata = Metadata(
             meta, kind, with_type.name, machine(), os.getpid(), self._device.uuid,
             [str(block.lend(writable=writable)) for block in offered], places, self._domain, self._pool.name,
