@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
-use crate::lend::session::{LendSession, LentBuffer, Terms};
+use crate::lend::Terms;
+use crate::lend::session::{LendSession, LentBuffer};
 use crate::lend::share_words::SLOTS;
 use crate::options::OpenOptions;
 use crate::wait::Wait;

@@ -24,8 +24,32 @@ pub(crate) mod share_words;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::{Access, DeviceId};
+use crate::device::Device;
+use crate::ipc::Kind;
+use crate::memory::mapped_region::ImportKey;
 
 crate::ipc::messages!(HelloReply, LendRequest<u64>, LendReply<()>, LendNotice,);
+
+/// What the sessions of one kind of lenders differ in.
+#[derive(Debug)]
+pub(crate) struct Terms {
+    pub(crate) kind: Kind,
+    /// What a claim is on, in errors.
+    pub(crate) lent: &'static str,
+    pub(crate) claims_max: u32,
+    /// Of a borrower's page.
+    pub(crate) words: u32,
+    /// Whether borrowers claim by words alone, one at a time. If not, they ask, too, and their
+    /// streams release claims.
+    pub(crate) has_shares: bool,
+}
+
+impl Terms {
+    /// The key of a process's session with a lender of this kind.
+    pub(crate) fn key(&self, uid: u32, generation: [u8; 16], device: &Device) -> ImportKey {
+        ImportKey::new(uid, generation, self.kind as u64, device)
+    }
+}
 
 /// In a borrower's word: its requester gave up, and has not used the memory.
 pub(crate) const RETURNED: u64 = 1 << 62;

@@ -14,13 +14,15 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::share_words::{ShareWords, is_closed, slot};
-use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, RETURNED};
+use super::{
+    Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, RETURNED, Terms,
+};
 use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
 use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::{ClientSession, IncomingReply, Kind, SessionObserver, decode, encode};
+use crate::ipc::{ClientSession, IncomingReply, SessionObserver, decode, encode};
 use crate::memory::DeviceSlice;
 use crate::memory::legacy::LegacyHandle;
 use crate::memory::mapped_region::{ImportKey, MappedRegion};
@@ -43,27 +45,6 @@ static SESSIONS: WeakCache<ImportKey, LendSession> = WeakCache::new();
 /// How long released memory of a legacy handle stays open, and claimed, so that the next share of
 /// the same allocation need not open it: the driver takes some 100 us for each open and close.
 const LINGER: Duration = Duration::from_millis(5);
-
-/// What the sessions of one kind of lenders differ in.
-#[derive(Debug)]
-pub(crate) struct Terms {
-    pub(crate) kind: Kind,
-    /// What a claim is on, in errors.
-    pub(crate) lent: &'static str,
-    pub(crate) claims_max: u32,
-    /// Of a borrower's page.
-    pub(crate) words: u32,
-    /// Whether borrowers claim by words alone, one at a time. If not, they ask, too, and their
-    /// streams release claims.
-    pub(crate) has_shares: bool,
-}
-
-impl Terms {
-    /// The key of a process's session with a lender of this kind.
-    pub(crate) fn key(&self, uid: u32, generation: [u8; 16], device: &Device) -> ImportKey {
-        ImportKey::new(uid, generation, self.kind as u64, device)
-    }
-}
 
 /// This process's session with a lender.
 #[derive(Debug)]
