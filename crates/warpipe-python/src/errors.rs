@@ -29,6 +29,9 @@ pub type Outcome<T> = Result<T, Fault>;
 impl Fault {
     /// An endpoint is used after `close`; `name` is empty if it has none.
     pub fn closed(what: &str, name: &str) -> Fault {
+        if let "queue" | "client" = what {
+            return Error::State(StateFault::QueueClosed(name.to_owned())).into();
+        }
         let named = match name {
             "" => String::new(),
             _ => format!(" of {name:?}"),

@@ -1,8 +1,7 @@
 //! A value for one thread at a time, without a lock that another thread sleeps under.
 //!
 //! A subscriber belongs to one thread at a time, and its waits are long. A thread that waits here
-//! has a limit, does not hold the interpreter, and can be interrupted. Closing does not wait for a
-//! receive in progress.
+//! has a limit, does not hold the interpreter, and can be interrupted.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -24,15 +23,8 @@ struct ExclusiveState<T> {
     /// `None` while a thread has the value.
     /// On the heap, so that it is not copied at each use.
     value: Option<Box<T>>,
-    /// A thread has the value.
-    is_borrowed: bool,
-    closed: bool,
     waiting: u32,
 }
-
-/// The value is gone for good.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Closed;
 
 impl<T> Exclusive<T> {
     /// State shared by all threads.
@@ -40,8 +32,6 @@ impl<T> Exclusive<T> {
         Exclusive {
             state: Mutex::new(ExclusiveState {
                 value: Some(Box::new(value)),
-                is_borrowed: false,
-                closed: false,
                 waiting: 0,
             }),
             returned: Condvar::new(),
@@ -50,43 +40,21 @@ impl<T> Exclusive<T> {
 
     /// Runs `work` on the value when no other thread has it; `None` if that does not happen within
     /// `limit`.
-    pub fn with<R>(
-        &self,
-        limit: Duration,
-        work: impl FnOnce(&mut T) -> R,
-    ) -> Result<Option<R>, Closed> {
+    pub fn with<R>(&self, limit: Duration, work: impl FnOnce(&mut T) -> R) -> Option<R> {
         let mut state = locked(&self.state);
-        let busy = |state: &mut ExclusiveState<T>| state.value.is_none() && !state.closed;
-        if busy(&mut state) {
+        if state.value.is_none() {
             state.waiting += 1;
             (state, _) = self
                 .returned
-                .wait_timeout_while(state, limit, busy)
+                .wait_timeout_while(state, limit, |state| state.value.is_none())
                 .unwrap_or_else(PoisonError::into_inner);
             state.waiting -= 1;
         }
-        if state.closed {
-            return Err(Closed);
-        }
-        let Some(mut value) = state.value.take() else {
-            return Ok(None);
-        };
-        state.is_borrowed = true;
+        let mut value = state.value.take()?;
         drop(state);
         let result = work(&mut value);
-        self.put_back(value);
-        Ok(Some(result))
-    }
-
-    fn put_back(&self, value: Box<T>) {
         let mut state = locked(&self.state);
-        if state.closed {
-            drop(state);
-            drop(value);
-            locked(&self.state).is_borrowed = false;
-            return;
-        }
-        (state.value, state.is_borrowed) = (Some(value), false);
+        state.value = Some(value);
         let others = state.waiting > 0;
         drop(state);
         // A system call, also where no thread waits.
@@ -95,26 +63,6 @@ impl<T> Exclusive<T> {
             // Otherwise this thread, in a loop, would take it again before the woken thread runs.
             std::thread::yield_now();
         }
-    }
-
-    /// Ends it: at once if no thread has it, else when it is put back.
-    pub fn close(&self) {
-        let mut state = locked(&self.state);
-        state.closed = true;
-        let value = state.value.take();
-        drop(state);
-        self.returned.notify_all();
-        drop(value);
-    }
-
-    /// Whether it has ended, and no thread has it any more.
-    pub fn is_over(&self) -> bool {
-        let state = locked(&self.state);
-        state.closed && !state.is_borrowed
-    }
-
-    /// Whether it has ended.
-    pub fn is_closed(&self) -> bool {
-        locked(&self.state).closed
+        Some(result)
     }
 }

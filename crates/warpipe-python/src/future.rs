@@ -1,17 +1,15 @@
 //! The outcome of a job or a request, as a `concurrent.futures.Future` has one: the base of
 //! `JobHandle` and `Pending`.
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyBaseException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::sync::OnceLockExt;
 use pyo3::types::PyDict;
 use warpipe::{Error, JobEnd, StateFault, Wait};
 
-use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::exclusive::{Exclusive, locked};
 use crate::job::{self, Watch};
@@ -19,20 +17,18 @@ use crate::jobs::{JobEndpoint, Submitted};
 use crate::stream::imported;
 use crate::wait::{Limit, SLICE, in_slices, late, waiting};
 
-/// An outcome that Python has not been given yet.
-#[derive(Debug)]
-enum Settled {
-    Result(DropDetached<warpipe::JobResult>),
-    Failed(Fault),
-    Cancelled,
-}
-
-/// The outcome as Python has it.
+/// An outcome.
 #[derive(Debug)]
 enum Given {
     Result(Py<job::Result>),
     Failed(Py<PyBaseException>),
     Cancelled,
+}
+
+impl Given {
+    fn failed(py: Python<'_>, error: PyErr) -> Given {
+        Given::Failed(error.into_value(py))
+    }
 }
 
 /// Whether an outcome is for good. Others are the queue's state, and are asked for anew.
@@ -57,10 +53,6 @@ pub struct Future {
     source: Submitted,
     /// One thread at a time takes the outcome out of the queue, or cancels.
     turn: Exclusive<()>,
-    /// Once the outcome is known: whether it is a cancellation.
-    is_cancelled: OnceLock<bool>,
-    /// The outcome, from then on until Python has it.
-    settled: Mutex<Option<Settled>>,
     given: OnceLock<Given>,
     waits: OnceLock<Py<PyDict>>,
 }
@@ -71,40 +63,37 @@ impl Future {
             endpoint: endpoint.clone(),
             source,
             turn: Exclusive::new(()),
-            is_cancelled: OnceLock::new(),
-            settled: Mutex::default(),
             given: OnceLock::new(),
             waits: OnceLock::new(),
         }
-    }
-
-    /// Call in turn, once.
-    fn settle(&self, outcome: Settled) {
-        let is_cancelled = matches!(outcome, Settled::Cancelled);
-        *locked(&self.settled) = Some(outcome);
-        let _ = self.is_cancelled.set(is_cancelled);
     }
 
     /// Takes the outcome of a job that is done; `None` if other threads have the turn for so long. An
     /// error inside is the outcome for now, and not kept. Call without the interpreter.
     fn take(&self, limit: Duration) -> Outcome<Option<Outcome<()>>> {
         let take = |_: &mut ()| {
-            if self.is_cancelled.get().is_some() {
+            if self.given.get().is_some() {
                 return Ok(());
             }
-            let stream = &self.endpoint.context.stream;
-            let outcome = self.source.wait(stream, Duration::ZERO);
-            self.settle(match outcome.map_err(Fault::from) {
-                Ok(result) => Settled::Result(DropDetached::new(result)),
-                Err(fault) if is_final(&fault) => Settled::Failed(fault),
-                Err(fault) if is_over(&fault) && self.is_cancelled() => Settled::Cancelled,
+            let context = &self.endpoint.context;
+            let outcome = self.source.wait(&context.stream, Duration::ZERO);
+            let given = match outcome.map_err(Fault::from) {
+                Ok(result) => Python::attach(|py| {
+                    job::Result::new(py, result, &context.device)
+                        .map_or_else(|error| Given::failed(py, error), Given::Result)
+                }),
+                Err(fault) if is_final(&fault) => {
+                    Python::attach(|py| Given::failed(py, fault.into()))
+                }
+                Err(fault) if is_over(&fault) && self.is_cancelled() => Given::Cancelled,
                 Err(fault) => return Err(fault),
-            });
+            };
+            let _ = self.given.set(given);
             Ok(())
         };
         match self.turn.with(limit, take) {
-            Ok(Some(Err(fault))) if !is_over(&fault) => Err(fault),
-            taken => Ok(taken.unwrap_or(None)),
+            Some(Err(fault)) if !is_over(&fault) => Err(fault),
+            taken => Ok(taken),
         }
     }
 
@@ -112,13 +101,13 @@ impl Future {
     /// for now.
     fn wait(&self, py: Python<'_>, timeout: Limit) -> PyResult<Outcome<&Given>> {
         self.endpoint.handle.check()?;
-        if self.is_cancelled.get().is_none() {
+        if self.given.get().is_none() {
             let start = Instant::now();
             let noun = match self.source {
                 Submitted::Job(_) => "result of job",
                 Submitted::Request(_) => "reply to request",
             };
-            let (job, name) = (self.source.id(), &self.endpoint.name);
+            let (job, name) = (self.source.id(), self.endpoint.handle.name());
             let described = || format!("the {noun} {job} of {name:?}");
             let done = |wait: Wait<'_>| match self.source.wait_until_done(wait).map_err(Fault::from)
             {
@@ -135,23 +124,7 @@ impl Future {
                 None => return Err(late(described(), timeout.0).into()),
             }
         }
-        Ok(Ok(self.given(py)))
-    }
-
-    /// The outcome that was settled.
-    fn given(&self, py: Python<'_>) -> &Given {
-        self.given.get_or_init_py_attached(py, || {
-            let settled = locked(&self.settled).take();
-            let failed = |error: PyErr| Given::Failed(error.into_value(py));
-            match settled {
-                Some(Settled::Result(result)) => {
-                    job::Result::new(py, result.into_inner(), &self.endpoint.context.device)
-                        .map_or_else(failed, Given::Result)
-                }
-                Some(Settled::Failed(fault)) => failed(fault.into()),
-                Some(Settled::Cancelled) | None => Given::Cancelled,
-            }
-        })
+        Ok(Ok(self.given.get().expect("it was taken")))
     }
 
     /// Whether the outcome is there, or none can come. Call without the interpreter.
@@ -165,8 +138,10 @@ impl Future {
 
     /// Whether it was cancelled, here or by a shutdown.
     fn is_cancelled(&self) -> bool {
-        let known = self.is_cancelled.get().copied();
-        known.unwrap_or_else(|| locked(&self.endpoint.cancelled).contains(&self.source.id()))
+        match self.given.get() {
+            Some(given) => matches!(given, Given::Cancelled),
+            None => locked(&self.endpoint.cancelled).contains(&self.source.id()),
+        }
     }
 
     /// Cancels it, if it has no outcome yet; says whether this call did it; `None` if it is not
@@ -184,14 +159,14 @@ impl Future {
             };
             match off.map_err(Fault::from) {
                 Ok(true) => {
-                    self.settle(Settled::Cancelled);
+                    let _ = self.given.set(Given::Cancelled);
                     Ok(Some(true))
                 }
                 Err(fault) if !is_over(&fault) => Err(fault),
                 _ => Ok(self.is_cancelled().then_some(false)),
             }
         };
-        self.turn.with(limit, call_off).unwrap_or(None).transpose()
+        self.turn.with(limit, call_off).transpose()
     }
 }
 
@@ -235,8 +210,7 @@ impl Future {
                 return Ok(Some(false));
             }
             // Not before a thread that cancels has said so.
-            let looked = self.turn.with(slice, |()| self.is_cancelled());
-            Ok(looked.unwrap_or(None))
+            Ok(self.turn.with(slice, |()| self.is_cancelled()))
         };
         Ok(in_slices(py, None, look)?.unwrap_or(false))
     }
@@ -267,7 +241,7 @@ impl Future {
 
     #[getter]
     fn _name(&self) -> &str {
-        &self.endpoint.name
+        self.endpoint.handle.name()
     }
 
     #[getter]

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::Wait;
 
-use crate::detached::{DropDetached, detached};
+use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::exclusive::locked;
 use crate::interpreter_exit::{self, Endpoint};
@@ -97,12 +97,17 @@ impl<T: Send + Sync + 'static> CloseableHandle<T> {
 
     /// The base of the class that holds it.
     pub fn base(&self) -> PyClassInitializer<Closeable> {
-        Closeable::of(&self.0)
+        let endpoint: Weak<Handle<T>> = Arc::downgrade(&self.0);
+        PyClassInitializer::from(Closeable {
+            home: self.0.home,
+            endpoint,
+        })
     }
 
     /// The base of the class that holds it, with its name.
     pub fn named(&self) -> PyClassInitializer<Named> {
-        Named::of(&self.0, &self.0.name)
+        let name = self.0.name.clone();
+        self.base().add_subclass(Named { name })
     }
 
     /// An object of Python that holds a new handle.
@@ -139,14 +144,6 @@ impl<T: Send + Sync + 'static> CloseableHandle<T> {
         self.0.home.check()
     }
 
-    /// Closes it when its owner is dropped.
-    pub fn end(&self) {
-        if self.0.home.is_here() {
-            let inner = locked(&self.0.open).take();
-            detached(|| drop(inner));
-        }
-    }
-
     /// Closes it, without the interpreter: the drop may have to wait a moment.
     pub fn close(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.take()?;
@@ -163,17 +160,6 @@ pub struct Closeable {
     home: Home,
     /// The subclass holds it, and drops it in its own order.
     endpoint: Weak<dyn Endpoint>,
-}
-
-impl Closeable {
-    /// The base of a class that holds `endpoint`, for `add_subclass`.
-    pub fn of<E: Endpoint + 'static>(endpoint: &Arc<E>) -> PyClassInitializer<Closeable> {
-        let endpoint: Weak<E> = Arc::downgrade(endpoint);
-        PyClassInitializer::from(Closeable {
-            home: Home::here(),
-            endpoint,
-        })
-    }
 }
 
 #[pymethods]
@@ -216,15 +202,6 @@ pub struct Named {
     /// Its name.
     #[pyo3(get)]
     name: String,
-}
-
-impl Named {
-    /// The base of a class that holds `endpoint`, for `add_subclass`.
-    pub fn of<E: Endpoint + 'static>(endpoint: &Arc<E>, name: &str) -> PyClassInitializer<Named> {
-        Closeable::of(endpoint).add_subclass(Named {
-            name: name.to_owned(),
-        })
-    }
 }
 
 /// The base of a watch that Python makes of other calls.

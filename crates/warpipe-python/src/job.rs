@@ -3,18 +3,18 @@
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
-use warpipe::{OptionalExtension, Wait};
+use warpipe::OptionalExtension;
 
 use crate::detached::DropDetached;
 use crate::errors::Outcome;
 use crate::exclusive::locked;
 use crate::frame::Frame;
 use crate::jobs::JobEndpoint;
-use crate::wait::{SLICE, hand_over, late, none_if_late, waiting};
+use crate::wait::{hand_over, in_slices, late, none_if_late};
 
 /// The descriptor of a queue for event loops.
 #[pyclass(frozen, module = "warpipe", name = "_Watch")]
@@ -27,7 +27,7 @@ pub struct Watch {
 impl Watch {
     /// Of a queue, or a client.
     pub fn of(py: Python<'_>, endpoint: &Arc<JobEndpoint>) -> PyResult<Watch> {
-        let inner = py.detach(|| Outcome::Ok(endpoint.end()?.jobs().watch()?))?;
+        let inner = py.detach(|| Outcome::Ok(endpoint.handle.get()?.jobs().watch()?))?;
         Ok(Watch {
             endpoint: endpoint.clone(),
             inner: DropDetached::new(inner),
@@ -114,23 +114,16 @@ impl Results {
 
     /// An error of a wait that is late tells of the usual timeout.
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Result>> {
-        let (start, mut cause) = (Instant::now(), None);
-        loop {
-            // In slices: that no job is left rings no one.
-            let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
-            let goes_on = || self.endpoint.end().map(drop);
-            let look = |wait: Wait<'_>| none_if_late(self.look(wait), &mut cause);
+        let mut cause = None;
+        // That no job is left rings no one.
+        let found = in_slices(py, timeout, |slice| {
             // Not zero: the error of a mere poll does not say the cause.
-            let slice = left.clamp(Duration::from_nanos(1), SLICE);
-            match waiting(py, Some(slice), goes_on, look)? {
-                Some(Found::Result(result)) => return self.give(py, result),
-                Some(Found::End) => return Err(PyStopIteration::new_err(())),
-                None => py.check_signals()?,
-            }
-            if left.is_zero() {
-                let what = || format!("a result of {:?}", self.endpoint.name);
-                return Err(late(cause.unwrap_or_else(what), self.timeout).into());
-            }
+            none_if_late(self.look(slice.max(Duration::from_nanos(1))), &mut cause)
+        })?;
+        let what = || format!("a result of {:?}", self.endpoint.handle.name());
+        match found.ok_or_else(|| late(cause.unwrap_or_else(what), self.timeout))? {
+            Found::Result(result) => self.give(py, result),
+            Found::End => Err(PyStopIteration::new_err(())),
         }
     }
 
@@ -142,17 +135,17 @@ impl Results {
     ) -> PyResult<Py<Result>> {
         let result = hand_over(py, result, |unused| {
             // The handler may have closed the queue.
-            if self.endpoint.end().is_ok() {
+            if self.endpoint.handle.get().is_ok() {
                 locked(&self.endpoint.unused).push(unused);
             }
         })?;
         Result::new(py, result.into_inner(), &self.endpoint.context.device)
     }
 
-    fn look(&self, wait: Wait<'_>) -> Outcome<Found> {
+    fn look(&self, limit: Duration) -> Outcome<Found> {
         // Asked first: a job submitted before the shutdown is seen below.
         let may_end = !self.follow || self.endpoint.is_shut.load(Ordering::Acquire);
-        let end = self.endpoint.end()?;
+        let end = self.endpoint.handle.get()?;
         if let Some(unused) = locked(&self.endpoint.unused).pop() {
             return Ok(Found::Result(unused));
         }
@@ -167,7 +160,7 @@ impl Results {
                 return Ok(Found::End);
             }
         }
-        Ok(found(queue.next_result(stream, wait)?))
+        Ok(found(queue.next_result(stream, limit)?))
     }
 }
 
@@ -180,7 +173,7 @@ impl Results {
 
     /// The result if it has come, None if it has not, and False at the end.
     fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        match py.detach(|| none_if_late(self.look(Duration::ZERO.into()), &mut None))? {
+        match py.detach(|| none_if_late(self.look(Duration::ZERO), &mut None))? {
             Some(Found::Result(result)) => Ok(self.give(py, result)?.into_any()),
             Some(Found::End) => Ok(false.into_pyobject(py)?.to_owned().into_any().unbind()),
             None => Ok(py.None()),

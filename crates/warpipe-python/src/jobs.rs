@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::clock::now_ns;
-use warpipe::{Error, Layout, OptionalExtension, ResultOrder, StateFault, SubmitError, Wait};
+use warpipe::{Error, Layout, OptionalExtension, ResultOrder, SubmitError, Wait};
 
 use crate::copies::CopyContext;
 use crate::detached::{DropDetached, OwnStream, call};
@@ -98,7 +98,6 @@ impl Jobs {
         let stream = OwnStream::new(py, &device)?;
         let endpoint = Arc::new(JobEndpoint {
             kind,
-            name: name.to_owned(),
             context: CopyContext::new(device.inner, stream, loan_timeout),
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             is_shut: AtomicBool::new(false),
@@ -111,7 +110,7 @@ impl Jobs {
 
     #[getter]
     fn _name(&self) -> &str {
-        &self.endpoint.name
+        self.endpoint.handle.name()
     }
 
     /// Its device.
@@ -134,7 +133,7 @@ impl Jobs {
         let deadline_ns =
             nanoseconds.map_or(u64::MAX, |nanoseconds| now_ns().saturating_add(nanoseconds));
         let endpoint = &self.endpoint;
-        endpoint.end()?;
+        endpoint.handle.get()?;
         let borrow = |layout: &Layout, metadata| endpoint.borrow(py, layout, metadata);
         // A tensor is copied, a loan of this queue is taken.
         let input = slot_of(py, &endpoint.context, tensor, metadata, stream, borrow)?;
@@ -165,10 +164,10 @@ impl Jobs {
     }
 
     fn _drain(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
-        let goes_on = || self.endpoint.end().map(drop);
-        waiting(py, timeout.0, goes_on, |wait| {
-            let drained = self.endpoint.end()?.queue()?.drain(wait);
-            let what = || format!("the end of the jobs of {:?}", self.endpoint.name);
+        let handle = &self.endpoint.handle;
+        handle.wait(py, timeout.0, |end, wait| {
+            let what = || format!("the end of the jobs of {:?}", handle.name());
+            let drained = end.queue()?.drain(wait);
             drained.map_err(|late| Fault::from(late).of(what))
         })
     }
@@ -181,7 +180,7 @@ impl Jobs {
         timeout: Limit,
     ) -> PyResult<()> {
         let shut = py.detach(|| -> Outcome<_> {
-            let end = self.endpoint.end()?;
+            let end = self.endpoint.handle.get()?;
             let shut = end.queue()?.shutdown(Duration::ZERO).optional()?;
             if cancel_waiting {
                 let mut cancelled = locked(&self.endpoint.cancelled);
@@ -199,17 +198,16 @@ impl Jobs {
 
     /// Waits until there are ``count`` workers, or servers: ``what``.
     fn _wait_for(&self, py: Python<'_>, what: &str, count: usize, timeout: Limit) -> PyResult<()> {
-        let goes_on = || self.endpoint.end().map(drop);
-        waiting(py, timeout.0, goes_on, |wait| {
-            let end = self.endpoint.end()?;
+        let handle = &self.endpoint.handle;
+        handle.wait(py, timeout.0, |end, wait| {
             match end.jobs().wait_for_workers(count, wait) {
                 Err(Error::Timeout { waited, .. }) => {
                     let attached = end.jobs().state()?.workers.len();
-                    let (name, plural) = (&self.endpoint.name, if count == 1 { "" } else { "s" });
+                    let (name, plural) = (handle.name(), if count == 1 { "" } else { "s" });
                     let what = format!("{count} {what}{plural} of {name:?} ({attached} attached)");
-                    Err(Error::Timeout { what, waited }.into())
+                    Err(Error::Timeout { what, waited })
                 }
-                come => Ok(come?),
+                come => come,
             }
         })
     }
@@ -219,21 +217,20 @@ impl Jobs {
     /// Raises ``ClosedError``.
     #[getter]
     fn state(&self, py: Python<'_>) -> PyResult<Info<warpipe::QueueState>> {
-        let state = py.detach(|| Outcome::Ok(self.endpoint.end()?.jobs().state()?))?;
+        let state = py.detach(|| Outcome::Ok(self.endpoint.handle.get()?.jobs().state()?))?;
         Ok(Info(state))
     }
 
     #[getter]
     fn _memory_in_use<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let state = py.detach(|| Outcome::Ok(self.endpoint.end()?.queue()?.state()?))?;
+        let state = py.detach(|| Outcome::Ok(self.endpoint.handle.get()?.queue()?.state()?))?;
         tuples::memory_use(py, (state.memory_bytes, state.memory_limit))
     }
 
     /// Closes it: workers are notified, and waits for outcomes end with an error. Received results
     /// stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.endpoint.handle.close(py)?;
-        self.endpoint.forget_unused();
+        self.endpoint.close(py)?;
         self.endpoint.context.settle(py)
     }
 }
@@ -241,10 +238,7 @@ impl Jobs {
 impl Drop for Jobs {
     fn drop(&mut self) {
         // No caller is left to get an error.
-        self.endpoint.handle.end();
-        if self.endpoint.handle.check().is_ok() {
-            self.endpoint.forget_unused();
-        }
+        let _ = Python::try_attach(|py| self.endpoint.close(py));
     }
 }
 
@@ -319,7 +313,6 @@ impl Deref for Submitted {
 #[derive(Debug)]
 pub struct JobEndpoint {
     kind: &'static str,
-    pub name: String,
     pub context: CopyContext,
     pub number: u64,
     /// From now on no job is submitted any more, and `results()` may end.
@@ -332,17 +325,12 @@ pub struct JobEndpoint {
 }
 
 impl JobEndpoint {
-    /// The endpoint while it is open. Look it up anew for each slice of a wait: then closing ends
-    /// the wait.
-    pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
-        let closed = || Error::State(StateFault::QueueClosed(self.name.clone())).into();
-        self.handle.open()?.ok_or_else(closed)
-    }
-
-    /// Drops them without the lock, which a thread may want that has the interpreter.
-    fn forget_unused(&self) {
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.handle.close(py)?;
+        // Dropped without the lock, which a thread may want that has the interpreter.
         let unused = std::mem::take(&mut *locked(&self.unused));
         drop(unused);
+        Ok(())
     }
 
     fn borrow(
@@ -351,10 +339,9 @@ impl JobEndpoint {
         layout: &Layout,
         metadata: Option<Metadata>,
     ) -> PyResult<Slot> {
-        let goes_on = || self.end().map(drop);
-        let loan = waiting(py, self.context.patience, goes_on, |wait| {
-            Ok(self.end()?.jobs().loan_within(layout, wait)?)
-        })?;
+        let patience = self.context.patience;
+        let lend = |end: &QueueOrClient, wait: Wait<'_>| end.jobs().loan_within(layout, wait);
+        let loan = self.handle.wait(py, patience, lend)?;
         Ok(Slot::of_work(loan, metadata)?)
     }
 
@@ -373,9 +360,9 @@ impl JobEndpoint {
             let _ = py.detach(|| loan.discard(&stream));
             return Err(interrupt);
         }
-        let goes_on = || self.end().map(drop);
+        let goes_on = || self.handle.get().map(drop);
         waiting(py, patience, goes_on, |wait| {
-            let (error, unused): (Fault, _) = match self.end() {
+            let (error, unused): (Fault, _) = match self.handle.get() {
                 Ok(end) => match end.submit(loan, &stream, deadline_ns, wait) {
                     Ok(submitted) => return Ok(submitted),
                     Err(failed) => (failed.error.into(), failed.returned.map(|loan| *loan)),

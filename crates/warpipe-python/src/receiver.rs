@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyStopIteration;
@@ -15,14 +15,13 @@ use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome};
-use crate::exclusive::{Closed, Exclusive, locked};
+use crate::exclusive::{Exclusive, locked};
 use crate::frame::{Frame, FrameParts};
-use crate::handle::Closeable;
-use crate::interpreter_exit::{self, Endpoint};
+use crate::handle::{Closeable, CloseableHandle};
 use crate::lease::Lease;
-use crate::process::Home;
 use crate::publisher::word_of;
 use crate::stream::stream_of;
+use crate::thread_exit::prepare_exit;
 use crate::wait::{
     Given, Limit, SLICE, Seconds, Timeout, WaitLimit, awaited, hand_over, in_slices, late,
     none_if_late, optional, seconds,
@@ -66,41 +65,22 @@ impl Source {
     }
 }
 
-/// The endpoint until it is closed, and items that are returned before it is asked.
+/// The endpoint, and items that are returned before it is asked.
 #[derive(Debug)]
 struct Shared {
     source: Exclusive<Source>,
-    /// Items of interrupted waits: the next to be returned. `None` once it is closed.
-    unused: Mutex<Option<VecDeque<Py<Frame>>>>,
+    /// Items of interrupted waits: the next to be returned.
+    unused: Mutex<VecDeque<Py<Frame>>>,
 }
 
-impl Shared {
-    /// Makes it the next item to be returned. If the endpoint is closed, the item is taken back.
-    fn put_back(&self, py: Python<'_>, made: Py<Frame>) {
-        let mut unused = locked(&self.unused);
-        match &mut *unused {
-            Some(unused) => unused.push_front(made),
-            None => {
-                drop(unused);
-                Lease::return_all(py, [made]);
-            }
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let unused = std::mem::take(&mut *locked(&self.unused));
+        if !unused.is_empty() {
+            // While the link is there that leases go back on.
+            prepare_exit();
+            let _ = Python::try_attach(|py| Lease::return_all(py, unused));
         }
-    }
-}
-
-impl Endpoint for Shared {
-    fn end(&self, py: Python<'_>) {
-        let unused = locked(&self.unused).take();
-        Lease::return_all(py, unused.into_iter().flatten());
-        py.detach(|| self.source.close());
-    }
-
-    fn is_closed(&self) -> bool {
-        self.source.is_closed()
-    }
-
-    fn is_over(&self) -> bool {
-        self.source.is_over()
     }
 }
 
@@ -108,8 +88,6 @@ impl Endpoint for Shared {
 #[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Receiver")]
 #[derive(Debug)]
 pub struct Receiver {
-    home: Home,
-    kind: &'static str,
     #[pyo3(get, name = "_name")]
     name: String,
     /// What a late wait has waited for, before the name.
@@ -119,29 +97,20 @@ pub struct Receiver {
     /// The limit of each step of an iteration.
     iteration: Option<Duration>,
     context: CopyContext,
-    shared: Arc<Shared>,
+    handle: CloseableHandle<Shared>,
 }
 
 impl Receiver {
-    /// Runs `work` when no other thread has the endpoint; `None` if that does not happen within
-    /// `limit`.
-    fn within<A>(
-        &self,
-        limit: Duration,
-        work: impl FnOnce(&mut Source) -> A,
-    ) -> Outcome<Option<A>> {
-        self.home.check()?;
-        let done = self.shared.source.with(limit, work);
-        done.map_err(|Closed| Fault::closed(self.kind, &self.name))
-    }
-
     /// Asks for something that is there at once, as soon as no other thread has the endpoint.
     fn ask<A: Send>(
         &self,
         py: Python<'_>,
-        work: impl Fn(&mut Source) -> A + Send + Sync,
+        work: impl Fn(&Shared, &mut Source) -> A + Send + Sync,
     ) -> PyResult<A> {
-        let said = in_slices(py, None, |slice| self.within(slice, &work))?;
+        let said = in_slices(py, None, |slice| {
+            let shared = self.handle.get()?;
+            Ok(shared.source.with(slice, |source| work(&shared, source)))
+        })?;
         Ok(said.ok_or_else(|| late("its turn".into(), None))?)
     }
 
@@ -155,24 +124,22 @@ impl Receiver {
     ) -> PyResult<Py<Frame>> {
         let mut cause = None;
         let found = in_slices(py, timeout, |slice| {
-            let start = Instant::now();
+            let (start, shared) = (Instant::now(), self.handle.get()?);
             let look = |source: &mut Source| {
                 // Not zero: the error of a mere poll does not say the cause.
                 let left = slice.saturating_sub(start.elapsed());
-                let found = self.look(source, left.max(Duration::from_nanos(1)));
+                let found = self.look(&shared, source, left.max(Duration::from_nanos(1)));
                 none_if_late(found.map_err(Fault::from), &mut cause)
             };
-            Ok(self.within(slice, look)?.transpose()?.flatten())
+            Ok(shared.source.with(slice, look).transpose()?.flatten())
         })?;
         let what = || format!("{} {:?}", self.thing, self.name);
         let found = found.ok_or_else(|| late(cause.unwrap_or_else(what), waited))?;
         self.give(py, found)
     }
 
-    fn look(&self, source: &mut Source, limit: Duration) -> Result<Item, Error> {
-        let mut unused = locked(&self.shared.unused);
-        let first = unused.as_mut().and_then(VecDeque::pop_front);
-        drop(unused);
+    fn look(&self, shared: &Shared, source: &mut Source, limit: Duration) -> Result<Item, Error> {
+        let first = locked(&shared.unused).pop_front();
         let take = || source.take(&self.context.stream, limit);
         first.map_or_else(take, |first| Ok(Item::Unused(first)))
     }
@@ -193,20 +160,14 @@ impl Receiver {
             Item::Unused(made) => made,
         };
         hand_over(py, made, |made| {
-            self.shared.put_back(py, made);
+            let Ok(shared) = self.handle.get() else {
+                return Lease::return_all(py, [made]);
+            };
+            locked(&shared.unused).push_front(made);
             // Wakes pollers of the descriptor. A thread that waits in this endpoint needs no
             // wake-up: it looks within a slice.
-            let _ = py.detach(|| self.within(Duration::ZERO, |source| source.ring()));
+            py.detach(|| shared.source.with(Duration::ZERO, |source| source.ring()));
         })
-    }
-}
-
-impl Drop for Receiver {
-    fn drop(&mut self) {
-        if self.home.is_here() {
-            // Without the interpreter, as `close` does it.
-            let _ = Python::try_attach(|py| self.shared.end(py));
-        }
     }
 }
 
@@ -285,14 +246,12 @@ impl Receiver {
                 ("server", "a request to", Source::Server(server))
             }
         };
-        let shared = Arc::new(Shared {
+        let shared = Shared {
             source: Exclusive::new(source),
-            unused: Mutex::new(Some(VecDeque::new())),
-        });
-        interpreter_exit::close_at_exit(&shared)?;
-        Ok(Closeable::of(&shared).add_subclass(Receiver {
-            home: Home::here(),
-            kind,
+            unused: Mutex::default(),
+        };
+        let handle = CloseableHandle::new(kind, name, shared)?;
+        Ok(handle.base().add_subclass(Receiver {
             name: name.to_owned(),
             thing,
             timeout: if kind == "subscriber" {
@@ -302,7 +261,7 @@ impl Receiver {
             },
             iteration,
             context: CopyContext::new(device.inner, stream, patience),
-            shared,
+            handle,
         }))
     }
 
@@ -330,7 +289,7 @@ impl Receiver {
     ///
     /// Raises ``ClosedError``.
     fn _facts(&self, py: Python<'_>) -> PyResult<(Option<&'static str>, Option<i32>, u64)> {
-        self.ask(py, |source| match source {
+        self.ask(py, |_, source| match source {
             Source::Subscriber(subscriber) => {
                 let publisher = subscriber.publisher();
                 let state = publisher.as_ref().map(|it| word_of(it.state));
@@ -355,9 +314,12 @@ impl Receiver {
 
     /// The next item if there is one, else None.
     fn _try(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
-        let look = |source: &mut Source| Ok(self.look(source, Duration::ZERO).optional()?);
-        let found: Outcome<Option<Item>> = self.ask(py, look)?;
-        found?.map(|found| self.give(py, found)).transpose()
+        let look = |shared: &Shared, source: &mut Source| {
+            let found = self.look(shared, source, Duration::ZERO);
+            Outcome::Ok(found.optional()?)
+        };
+        let found = self.ask(py, look)??;
+        found.map(|found| self.give(py, found)).transpose()
     }
 
     /// A descriptor that is readable when a try for an item is worth a call (an epoll descriptor,
@@ -366,7 +328,7 @@ impl Receiver {
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
-        self.ask(py, |source| match source {
+        self.ask(py, |_, source| match source {
             Source::Subscriber(subscriber) => subscriber.as_fd().as_raw_fd(),
             Source::Worker(worker) => worker.as_fd().as_raw_fd(),
             Source::Server(server) => server.as_fd().as_raw_fd(),
@@ -376,8 +338,7 @@ impl Receiver {
     /// Closes the link: it takes no more items. Received samples and leases stay valid, and leases can
     /// still be answered. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check()?;
-        self.shared.end(py);
+        self.handle.close(py)?;
         self.context.settle(py)
     }
 
