@@ -47,7 +47,9 @@ pub fn dlpack(
                 "a copy on the GPU is the consumer's to make: export it with copy=None and copy that".into(),
             ));
         }
-        return dlpack::export(py, &memory.packed(py)?, None, versioned, true);
+        let (layout, bytes) = memory.packed(py)?;
+        let copy = Memory::of_copy(layout, bytes);
+        return dlpack::export(py, &copy, None, versioned, true);
     }
     let stay = ready_for(py, memory, stream)?;
     dlpack::export(py, memory, stay, versioned, false)
@@ -169,7 +171,7 @@ impl HostView {
 /// complete.
 pub fn host_view(py: Python<'_>, memory: &Memory) -> PyResult<HostView> {
     let memory = if is_cuda(&memory.device) {
-        memory.copied(py)?
+        Memory::of_copy(memory.layout, memory.copied(py)?)
     } else {
         memory.settle(py)?;
         memory.clone()

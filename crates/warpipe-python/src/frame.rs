@@ -28,7 +28,7 @@ use crate::wait::{Timeout, awaited};
 #[pyclass(frozen, subclass, extends = Held, module = "warpipe", name = "Sample")]
 #[derive(Debug)]
 pub struct Frame {
-    owner: Arc<Holding>,
+    pub owner: Arc<Holding>,
     /// Whether it lies in its sender's own tensor, which was sent with ``zero_copy``.
     #[pyo3(get)]
     in_place: bool,
@@ -49,62 +49,35 @@ pub struct Frame {
     /// as on the first frame that a subscriber receives.
     #[pyo3(get)]
     discontinuity: Option<Info<warpipe::Discontinuity>>,
-    patience: Option<Duration>,
 }
 
 impl Frame {
-    /// Wraps a sample. `patience` is how long the CPU waits for its data.
+    /// Wraps a sample, with other metadata than the channel delivered if there is such. `patience` is
+    /// how long the CPU waits for its data.
     pub fn new(
         sample: warpipe::Sample,
+        metadata: Option<Vec<u8>>,
         device: &warpipe::Device,
         patience: Option<Duration>,
-    ) -> Frame {
-        let metadata = sample.metadata().to_vec();
-        Frame::with_metadata(sample, metadata, device, patience)
-    }
-
-    /// Replaces the metadata that the channel delivered.
-    pub fn with_metadata(
-        sample: warpipe::Sample,
-        metadata: Vec<u8>,
-        device: &warpipe::Device,
-        patience: Option<Duration>,
-    ) -> Frame {
+    ) -> PyClassInitializer<Frame> {
         let (known, sequence) = (sample.info(), sample.sequence());
-        let (sent_at_ns, received_at_ns) = (known.sent_at_ns, known.received_at_ns);
-        let discontinuity = known.discontinuity.map(Info);
-        let memory = Memory::of_sample(&Arc::new(SampleHolder::new(sample, patience)), device);
-        let owner = Holding::new("sample", Some(sequence), memory);
-        Frame {
+        let metadata = metadata.unwrap_or_else(|| sample.metadata().to_vec());
+        let memory = Memory::of_sample(sample, device, patience);
+        let owner = Holding::new("sample", Some(sequence), None, memory);
+        Held::of(&owner).add_subclass(Frame {
             owner,
             in_place: known.is_in_place,
             sequence,
-            sent_at_ns,
-            received_at_ns,
+            sent_at_ns: known.sent_at_ns,
+            received_at_ns: known.received_at_ns,
             metadata,
-            discontinuity,
-            patience,
-        }
-    }
-
-    /// The object together with its base class.
-    pub fn whole(self) -> PyClassInitializer<Frame> {
-        Held::of(&self.owner).add_subclass(self)
-    }
-
-    /// Its memory, while it is held.
-    pub fn memory(&self) -> Outcome<Memory> {
-        self.owner.memory()
+            discontinuity: known.discontinuity.map(Info),
+        })
     }
 
     /// What it holds.
     pub fn lent(&self) -> Outcome<Arc<SampleHolder>> {
         Ok(lent_of(self.owner.memory()?))
-    }
-
-    /// Gives up this object's part of the memory.
-    pub fn release(&self, py: Python<'_>) -> PyResult<()> {
-        self.owner.release(py, None)
     }
 }
 
@@ -137,7 +110,8 @@ impl Frame {
     /// Raises ``SampleLostError`` when the sender died first, ``TimeoutError``, ``ReleasedError``.
     #[pyo3(signature = (timeout = Timeout::USUAL), text_signature = "($self, timeout=...)")]
     fn wait(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
-        self.lent()?.wait(py, timeout.or(self.patience))
+        let lent = self.lent()?;
+        lent.wait(py, timeout.or(lent.patience))
     }
 
     /// Releases the frame, waits on the CPU until its data was complete, and verifies that the
@@ -146,9 +120,9 @@ impl Frame {
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::USUAL), text_signature = "($self, timeout=...)")]
     fn finish(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
-        let timeout = timeout.or(self.patience);
         let lent = self.owner.let_go()?.map(lent_of);
         let lent = lent.ok_or_else(|| self.owner.released())?;
+        let timeout = timeout.or(lent.patience);
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
                 let receipt = py.detach(|| sole.release())?;
@@ -187,7 +161,7 @@ impl Part {
             lowest: part.slot_ptr,
             ..whole
         };
-        let owner = Holding::part_of(loan, memory);
+        let owner = Holding::new("the part", None, loan.cloned(), memory);
         Py::new(py, Held::of(&owner).add_subclass(Part))
     }
 }
@@ -216,7 +190,7 @@ impl FrameParts {
 #[pymethods]
 impl FrameParts {
     fn __getitem__(slf: &Bound<'_, FrameParts>, name: &Bound<'_, PyAny>) -> PyResult<Py<Part>> {
-        let memory = slf.as_super().get().memory()?;
+        let memory = slf.as_super().get().owner.memory()?;
         Part::find(slf.py(), memory, &slf.get().parts, name, None)
     }
 

@@ -79,8 +79,8 @@ impl Result {
             worker_pid: result.worker_pid,
         };
         let metadata = result.metadata().to_vec();
-        let frame = Frame::with_metadata(result.sample, metadata, device, None);
-        Py::new(py, frame.whole().add_subclass(ours))
+        let frame = Frame::new(result.sample, Some(metadata), device, None);
+        Py::new(py, frame.add_subclass(ours))
     }
 }
 

@@ -60,7 +60,7 @@ impl Lease {
     ) -> PyResult<Py<Frame>> {
         let (metadata, queue_pid) = (lease.metadata().to_vec(), lease.queue_pid);
         let (input, answer_handle) = (lease.input, lease.answer_handle);
-        let frame = Frame::with_metadata(input, metadata, &context.device, context.patience);
+        let frame = Frame::new(input, Some(metadata), &context.device, context.patience);
         let lease = Lease {
             home: Home::here(),
             context: context.clone(),
@@ -70,7 +70,7 @@ impl Lease {
             deadline_ns: answer_handle.deadline_ns,
             answer_handle: Mutex::new(Some(DropDetached::new(answer_handle))),
         };
-        let whole = Bound::new(py, frame.whole().add_subclass(lease))?;
+        let whole = Bound::new(py, frame.add_subclass(lease))?;
         Ok(whole.into_super().unbind())
     }
 
@@ -82,7 +82,7 @@ impl Lease {
             // left to get the error.
             if let Ok(lease) = frame.bind(py).cast::<Lease>() {
                 let _ = lease.get().return_unused(py);
-                let _ = frame.get().release(py);
+                let _ = frame.get().owner.release(py, None);
             }
         }
     }
@@ -152,7 +152,8 @@ impl Lease {
             None => {
                 let lent = slf.as_super().get().lent()?;
                 if let Some(stream) = stream {
-                    lent.note(&Consumer::from_argument(py, &context.device, stream)?);
+                    let consumer = Consumer::from_argument(py, &context.device, stream)?;
+                    lent.consumers.note(&consumer);
                 }
                 let behind = lent.behind(py)?;
                 if metadata.is_none() {
@@ -193,7 +194,7 @@ impl Lease {
         let has_answer = back.is_none();
         py.detach(|| lease.answer_handle().map(|mut unsaid| *unsaid = back))?;
         if has_answer {
-            slf.as_super().get().release(py)?;
+            slf.as_super().get().owner.release(py, None)?;
         }
         said
     }

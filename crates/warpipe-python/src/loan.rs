@@ -2,7 +2,6 @@
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
@@ -17,7 +16,7 @@ use crate::frame::Part;
 use crate::memory::{LoanHolder, Memory, MemoryHolder};
 use crate::metadata::{self, Metadata};
 use crate::source::Wanted;
-use crate::stream::Consumer;
+use crate::stream::{Consumer, Consumers};
 use crate::tensor::{Holding, Tensor};
 use crate::wait::Given;
 
@@ -31,12 +30,12 @@ use crate::wait::Given;
 #[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "Loan")]
 #[derive(Debug)]
 pub struct Loan {
-    owner: Arc<Holding>,
+    pub owner: Arc<Holding>,
     /// `None` once it is handed on or discarded, and while it is filled: no lock is held while the
     /// interpreter is released.
     open: Mutex<Option<Open>>,
     /// Its stream is the one of a loan that no array was made of.
-    context: CopyContext,
+    pub context: CopyContext,
 }
 
 #[derive(Debug)]
@@ -48,7 +47,10 @@ struct Open {
 impl Loan {
     /// Wraps a loan.
     pub fn new(slot: Slot, context: &CopyContext) -> PyClassInitializer<Loan> {
-        let lease = Arc::new(LoanHolder::new(slot.hold()));
+        let lease = Arc::new(LoanHolder {
+            consumers: Consumers::default(),
+            hold: DropDetached::new(slot.hold()),
+        });
         let memory = Memory {
             layout: *slot.layout(),
             lowest: slot.slot_ptr(),
@@ -57,7 +59,7 @@ impl Loan {
             hold: MemoryHolder::Loan(lease.clone()),
         };
         let loan = Loan {
-            owner: Holding::new("the loan", None, memory),
+            owner: Holding::new("the loan", None, None, memory),
             open: Mutex::new(Some(Open { slot, lease })),
             context: context.clone(),
         };
@@ -65,13 +67,8 @@ impl Loan {
     }
 
     fn open(&self) -> Outcome<MutexGuard<'_, Option<Open>>> {
-        self.owner.check()?;
+        self.owner.home.check()?;
         Ok(locked(&self.open))
-    }
-
-    /// Its memory, while it is on loan.
-    pub fn memory(&self) -> Outcome<Memory> {
-        self.owner.memory()
     }
 
     /// Takes the slot out, with a stream that is after all work that fills it.
@@ -85,11 +82,6 @@ impl Loan {
         self.owner.let_go()?;
         let stream = self.behind(py, &open.lease, consumer.as_ref())?;
         Ok((open.slot, stream))
-    }
-
-    /// The limit for handing it on.
-    pub fn patience(&self) -> Option<Duration> {
-        self.context.patience
     }
 
     fn take(&self) -> Outcome<Open> {
@@ -141,7 +133,7 @@ impl Drop for Loan {
         let Some(Open { slot, lease }) = open.take() else {
             return;
         };
-        if self.owner.check().is_ok() {
+        if self.owner.home.check().is_ok() {
             detached(|| match lease.consumers.join(&self.context.stream) {
                 // If it cannot be enqueued, the slot goes back all the same.
                 Ok(stream) => drop(slot.discard(&stream)),

@@ -3,19 +3,17 @@
 //! memory by address.
 
 use std::cell::UnsafeCell;
-use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
 use warpipe::backend::DevicePtr;
 use warpipe::{Layout, Receipt, Sample, SlotHold};
 use warpipe_dlpack::Elements;
 
 use crate::detached::{DropDetached, call, detached};
 use crate::errors::{Fault, Outcome};
-use crate::memory_owner::{MemoryOwner, download};
+use crate::memory_owner::{DEFAULT_TIMEOUT, MemoryOwner, download};
 use crate::process::Home;
 use crate::stream::{Consumer, Consumers};
 use crate::wait::awaited;
@@ -55,41 +53,11 @@ pub struct CopiedBytes(UnsafeCell<Box<[u8]>>);
 unsafe impl Sync for CopiedBytes {}
 
 impl CopiedBytes {
-    fn new(bytes: Vec<u8>) -> Arc<CopiedBytes> {
-        Arc::new(CopiedBytes(UnsafeCell::new(bytes.into_boxed_slice())))
-    }
-
-    /// The first byte, for reading and writing, and the length.
-    fn range(&self) -> (*mut u8, usize) {
+    /// The first byte, for reading and writing.
+    fn address(&self) -> DevicePtr {
         // SAFETY: the box itself does not change, and a pointer, not a reference, leaves.
         let bytes: *mut [u8] = unsafe { &raw mut **self.0.get() };
-        (bytes.cast(), bytes.len())
-    }
-
-    fn address(&self) -> DevicePtr {
-        self.range().0.expose_provenance() as DevicePtr
-    }
-
-    /// The present contents.
-    fn to_vec(&self) -> Vec<u8> {
-        let (first, length) = self.range();
-        let mut copy = Vec::with_capacity(length);
-        // SAFETY: so many bytes are there until drop, and the copy has room for them.
-        unsafe {
-            ptr::copy_nonoverlapping(first, copy.as_mut_ptr(), length);
-            copy.set_len(length);
-        }
-        copy
-    }
-
-    /// As a Python object.
-    pub fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let (first, length) = self.range();
-        PyBytes::new_with(py, length, |bytes| {
-            // SAFETY: as long as what is there, and apart from it.
-            unsafe { ptr::copy_nonoverlapping(first, bytes.as_mut_ptr(), length) };
-            Ok(())
-        })
+        bytes.cast::<u8>().expose_provenance() as DevicePtr
     }
 }
 
@@ -100,52 +68,23 @@ pub struct SampleHolder {
     home: Home,
     /// `None` only while dropping.
     sample: Option<Sample>,
-    consumers: Consumers,
+    pub consumers: Consumers,
     /// How long the CPU waits for its data.
-    patience: Option<Duration>,
+    pub patience: Option<Duration>,
 }
 
 /// A loan's memory: mapped as long as any array of it lives, even after the loan has ended.
 #[derive(Debug)]
 pub struct LoanHolder {
     pub consumers: Consumers,
-    _hold: DropDetached<SlotHold>,
-}
-
-impl LoanHolder {
-    /// Wraps a loan that has no user yet.
-    pub fn new(hold: SlotHold) -> LoanHolder {
-        LoanHolder {
-            consumers: Consumers::default(),
-            _hold: DropDetached::new(hold),
-        }
-    }
+    #[allow(dead_code, reason = "held, not used")]
+    pub hold: DropDetached<SlotHold>,
 }
 
 impl SampleHolder {
-    /// Wraps a sample.
-    pub fn new(sample: Sample, patience: Option<Duration>) -> SampleHolder {
-        SampleHolder {
-            home: Home::here(),
-            sample: Some(sample),
-            consumers: Consumers::default(),
-            patience,
-        }
-    }
-
     /// The sample.
     pub fn sample(&self) -> &Sample {
         self.sample.as_ref().expect("present until dropped")
-    }
-
-    /// Records a user of the memory, without making it wait for the data.
-    pub fn note(&self, consumer: &Consumer) {
-        self.consumers.note(consumer);
-    }
-
-    /// The bytes of the sample, or of a part of it, complete already.
-    fn to_bytes(&self, lowest: DevicePtr, layout: &Layout) -> Outcome<Vec<u8>> {
-        frame::bytes_at(self.sample(), lowest, layout)
     }
 
     /// A stream that is after the work of all users so far.
@@ -223,7 +162,7 @@ impl MemoryHolder {
         match self {
             MemoryHolder::Sample(lent) => Some(&lent.consumers),
             MemoryHolder::Loan(lease) => Some(&lease.consumers),
-            MemoryHolder::Owned(owner) => Some(owner.consumers()),
+            MemoryHolder::Owned(owner) => Some(&owner.consumers),
             MemoryHolder::Copy(_) => None,
         }
     }
@@ -238,19 +177,6 @@ pub struct ConsumerStay {
     consumer: Consumer,
 }
 
-impl ConsumerStay {
-    fn of(hold: &MemoryHolder, consumer: &Consumer) -> ConsumerStay {
-        if let Some(consumers) = hold.consumers() {
-            consumers.enter(consumer);
-        }
-        ConsumerStay {
-            home: Home::here(),
-            hold: hold.clone(),
-            consumer: consumer.clone(),
-        }
-    }
-}
-
 impl Drop for ConsumerStay {
     fn drop(&mut self) {
         if let Some(consumers) = self.hold.consumers().filter(|_| self.home.is_here()) {
@@ -260,15 +186,35 @@ impl Drop for ConsumerStay {
 }
 
 impl Memory {
-    /// Wraps a received sample.
-    pub fn of_sample(lent: &Arc<SampleHolder>, device: &warpipe::Device) -> Memory {
-        let (layout, lowest) = (*lent.sample().layout(), lent.sample().slot_ptr());
+    /// Wraps a received sample. `patience` is how long the CPU waits for its data.
+    pub fn of_sample(
+        sample: Sample,
+        device: &warpipe::Device,
+        patience: Option<Duration>,
+    ) -> Memory {
         Memory {
-            layout,
-            lowest,
+            layout: *sample.layout(),
+            lowest: sample.slot_ptr(),
             device: device.clone(),
             read_only: true,
-            hold: MemoryHolder::Sample(lent.clone()),
+            hold: MemoryHolder::Sample(Arc::new(SampleHolder {
+                home: Home::here(),
+                sample: Some(sample),
+                consumers: Consumers::default(),
+                patience,
+            })),
+        }
+    }
+
+    /// A copy on the host.
+    pub fn of_copy(layout: Layout, bytes: Vec<u8>) -> Memory {
+        let bytes = CopiedBytes(UnsafeCell::new(bytes.into_boxed_slice()));
+        Memory {
+            layout,
+            lowest: bytes.address(),
+            device: warpipe::Device::host(),
+            read_only: false,
+            hold: MemoryHolder::Copy(Arc::new(bytes)),
         }
     }
 
@@ -282,18 +228,23 @@ impl Memory {
     pub fn admit(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<Option<ConsumerStay>> {
         match &self.hold {
             MemoryHolder::Sample(lent) => py.detach(|| lent.fence(consumer))?,
-            MemoryHolder::Loan(_) => {}
             MemoryHolder::Owned(owner) => py.detach(|| owner.fence(consumer))?,
-            MemoryHolder::Copy(_) => return Ok(None),
+            MemoryHolder::Loan(_) | MemoryHolder::Copy(_) => {}
         }
+        let Some(consumers) = self.hold.consumers() else {
+            return Ok(None);
+        };
         // Also if the device refused the wait: then nothing was enqueued, and no array is made.
-        if consumer.may_end() {
-            return Ok(Some(ConsumerStay::of(&self.hold, consumer)));
-        }
-        if let Some(consumers) = self.hold.consumers() {
+        if !consumer.may_end() {
             consumers.note(consumer);
+            return Ok(None);
         }
-        Ok(None)
+        consumers.enter(consumer);
+        Ok(Some(ConsumerStay {
+            home: Home::here(),
+            hold: self.hold.clone(),
+            consumer: consumer.clone(),
+        }))
     }
 
     /// Prepares it for the CPU, which waits if necessary.
@@ -302,58 +253,46 @@ impl Memory {
             MemoryHolder::Sample(lent) if !testing::waits_are_skipped() => {
                 lent.wait(py, lent.patience)
             }
-            MemoryHolder::Owned(owner) => owner.settle_soon(py),
+            MemoryHolder::Owned(owner) => owner.settle(py, Some(DEFAULT_TIMEOUT)),
             _ => Ok(()),
         }
     }
 
-    /// A copy on the host in row-major order and without gaps, once the data is complete.
-    pub fn packed(&self, py: Python<'_>) -> PyResult<Memory> {
-        let copied = self.copied(py)?;
-        if copied.layout.is_contiguous() {
-            return Ok(copied);
+    /// Its elements on the host in row-major order and without gaps, once the data is complete.
+    pub fn packed(&self, py: Python<'_>) -> PyResult<(Layout, Vec<u8>)> {
+        let bytes = self.copied(py)?;
+        if self.layout.is_contiguous() {
+            return Ok((self.layout, bytes));
         }
-        let elements = Elements::new(copied.layout, copied.lowest);
+        let lowest = bytes.as_ptr().expose_provenance() as DevicePtr;
+        let elements = Elements::new(self.layout, lowest);
         let layout = elements.packed().map_err(Fault::from)?;
-        // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their
-        // length.
+        // SAFETY: the bytes stay for the call, and their layout was checked against their length.
         let packed = py.detach(|| unsafe { elements.bytes() }.map_err(Fault::from))?;
-        let bytes = CopiedBytes::new(packed.into_owned());
-        let lowest = bytes.address();
-        Ok(Memory {
-            layout,
-            lowest,
-            hold: MemoryHolder::Copy(bytes),
-            ..copied
-        })
+        Ok((layout, packed.into_owned()))
     }
 
-    /// A copy on the host, once the data is complete.
-    pub fn copied(&self, py: Python<'_>) -> PyResult<Memory> {
+    /// Its bytes on the host, once the data is complete.
+    pub fn copied(&self, py: Python<'_>) -> PyResult<Vec<u8>> {
         self.settle(py)?;
-        let bytes = match &self.hold {
-            MemoryHolder::Copy(bytes) => bytes.to_vec(),
-            MemoryHolder::Sample(lent) => py.detach(|| lent.to_bytes(self.lowest, &self.layout))?,
+        match &self.hold {
+            MemoryHolder::Sample(lent) => {
+                let (sample, lowest) = (lent.sample(), self.lowest);
+                Ok(py.detach(|| frame::bytes_at(sample, lowest, &self.layout))?)
+            }
             MemoryHolder::Owned(owner) => {
                 let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
                 let used_on =
-                    |stream: &warpipe::Stream| owner.consumers().note(&Consumer::own(stream));
+                    |stream: &warpipe::Stream| owner.consumers.note(&Consumer::own(stream));
                 // SAFETY: the hold keeps the memory mapped, also for what it notes, and the layout
                 // was checked against its length.
-                py.detach(|| unsafe { download(device, lowest, bytes, used_on) })?
+                Ok(py.detach(|| unsafe { download(device, lowest, bytes, used_on) })?)
             }
             MemoryHolder::Loan(_) => {
                 let next = "a loan is there to be written; receive it to read it, or use a framework's array of it";
-                return Err(Fault::Own("ExportError", format!("no copy of a loan: {next}")).into());
+                Err(Fault::Own("ExportError", format!("no copy of a loan: {next}")).into())
             }
-        };
-        let bytes = CopiedBytes::new(bytes);
-        Ok(Memory {
-            layout: self.layout,
-            lowest: bytes.address(),
-            device: warpipe::Device::host(),
-            read_only: false,
-            hold: MemoryHolder::Copy(bytes),
-        })
+            MemoryHolder::Copy(_) => unreachable!("a copy is handed out as it is"),
+        }
     }
 }

@@ -17,7 +17,7 @@ use crate::stream::{Consumer, Consumers};
 use crate::wait::awaited;
 
 /// The default limit of the CPU's wait for the streams that use memory.
-const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Foreign tensors that streams copy into memory of any owner.
 pub static COPIES: LazyLock<Copies> = LazyLock::new(Copies::default);
@@ -38,28 +38,12 @@ pub enum OwnedMemory {
 
 /// The version of weights that lies at some addresses now: a follower takes others there.
 #[derive(Debug)]
-pub struct OpenWeights {
-    device: warpipe::Device,
-    now: Mutex<SharedWeights>,
-}
+pub struct OpenWeights(pub Mutex<SharedWeights>);
 
 impl OpenWeights {
-    /// Of weights that were opened.
-    pub fn of(opened: SharedWeights) -> OpenWeights {
-        OpenWeights {
-            device: opened.device().clone(),
-            now: Mutex::new(opened),
-        }
-    }
-
     /// The version that is there now.
     pub fn now(&self) -> SharedWeights {
-        locked(&self.now).clone()
-    }
-
-    /// Later versions are to come in at these addresses. Call without the interpreter.
-    pub fn follow(&self) {
-        locked(&self.now).claim();
+        locked(&self.0).clone()
     }
 
     /// Takes the version `next` at these addresses if there is one that is later than the one that is
@@ -71,7 +55,7 @@ impl OpenWeights {
         stream: &warpipe::Stream,
         timeout: Duration,
     ) -> Result<Option<u64>, warpipe::Error> {
-        let mut now = locked(&self.now);
+        let mut now = locked(&self.0);
         let mut follower = now.clone().follow();
         if !now.is_whole() {
             // An earlier call could not.
@@ -120,7 +104,8 @@ impl Drop for DeviceMalloc {
 pub struct MemoryOwner {
     home: Home,
     device: warpipe::Device,
-    consumers: Consumers,
+    /// The users that are asked before it is released.
+    pub consumers: Consumers,
     /// The stream of copies without a stream of their own; the first such copy makes it.
     own: OnceLock<OwnStream>,
     /// `None` only while dropping.
@@ -159,11 +144,11 @@ impl OwnedMemory {
     }
 
     /// The device that it is mapped on.
-    pub fn device(&self) -> &warpipe::Device {
+    pub fn device(&self) -> warpipe::Device {
         match self.parts() {
-            Parts::One(slice) => slice.device(),
-            Parts::Weights(weights) => &weights.device,
-            Parts::Malloc(malloc) => &malloc.device,
+            Parts::One(slice) => slice.device().clone(),
+            Parts::Weights(weights) => weights.now().device().clone(),
+            Parts::Malloc(malloc) => malloc.device.clone(),
         }
     }
 
@@ -200,7 +185,7 @@ impl MemoryOwner {
     pub fn new(memory: OwnedMemory) -> MemoryOwner {
         MemoryOwner {
             home: Home::here(),
-            device: memory.device().clone(),
+            device: memory.device(),
             consumers: Consumers::default(),
             own: OnceLock::new(),
             memory: Some(memory),
@@ -245,11 +230,6 @@ impl MemoryOwner {
         py.detach(|| self.fence(consumer))
     }
 
-    /// The users that are asked before it is released.
-    pub fn consumers(&self) -> &Consumers {
-        &self.consumers
-    }
-
     /// Orders `consumer` after this package's copies. Call without the interpreter.
     pub fn fence(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
@@ -268,11 +248,6 @@ impl MemoryOwner {
         let followed = py.detach(|| self.consumers.followed())?;
         let mut all = followed.iter();
         all.try_for_each(|stream| await_stream(py, stream, timeout))
-    }
-
-    /// [`settle`](Self::settle) with the default limit.
-    pub fn settle_soon(&self, py: Python<'_>) -> PyResult<()> {
-        self.settle(py, Some(DEFAULT_TIMEOUT))
     }
 }
 
@@ -297,11 +272,6 @@ impl Drop for MemoryOwner {
             Err(_) => std::mem::forget(memory),
         });
     }
-}
-
-/// Waits on the CPU until a copy of this package, and all work before it, is done.
-pub fn await_copy(py: Python<'_>, stream: &warpipe::Stream) -> PyResult<()> {
-    await_stream(py, stream, Some(DEFAULT_TIMEOUT))
 }
 
 /// Waits on the CPU until `stream` has done the work that it was given so far.

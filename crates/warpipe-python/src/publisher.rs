@@ -510,6 +510,6 @@ impl Outgoing {
     fn send(slf: &Bound<'_, Outgoing>, stream: Given<'_, '_>) -> PyResult<u64> {
         let (py, loan) = (slf.py(), slf.as_super().get());
         let (slot, stream) = loan.take_out(py, stream)?;
-        dispatch(py, slot, &stream, loan.patience())
+        dispatch(py, slot, &stream, loan.context.patience)
     }
 }

@@ -150,10 +150,10 @@ impl Receiver {
         let made = match found {
             Item::Sample(sample) => {
                 let parts = sample.parts().to_vec();
-                let frame = Frame::new(sample, &context.device, context.patience);
+                let frame = Frame::new(sample, None, &context.device, context.patience);
                 match parts.is_empty() {
-                    true => Py::new(py, frame.whole())?,
-                    false => FrameParts::of(py, frame.whole(), parts)?,
+                    true => Py::new(py, frame)?,
+                    false => FrameParts::of(py, frame, parts)?,
                 }
             }
             Item::Lease(lease) => Lease::object(py, lease, context)?,

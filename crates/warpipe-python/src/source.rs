@@ -136,7 +136,7 @@ impl<'a> Wanted<'a> {
         let (Some(reader), Ok(view)) = (self.stream, found.cast::<View>()) else {
             return Ok(None);
         };
-        let memory = view.get().memory()?;
+        let memory = view.get().tensor.memory()?;
         if self.lasting || memory.device.info().id != self.device.info().id {
             return Ok(None);
         }

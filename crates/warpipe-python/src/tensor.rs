@@ -18,7 +18,7 @@ use crate::device::Device;
 use crate::dlpack;
 use crate::errors::{Fault, Outcome};
 use crate::exclusive::locked;
-use crate::memory::{Memory, MemoryHolder};
+use crate::memory::Memory;
 use crate::process::Home;
 use crate::stream::Consumer;
 use crate::torch;
@@ -27,9 +27,9 @@ use crate::wait::Given;
 /// A tensor's memory, until it is released.
 #[derive(Debug)]
 pub struct Holding {
-    home: Home,
+    pub home: Home,
     /// For the error of a use after the release.
-    what: &'static str,
+    pub what: &'static str,
     number: Option<u64>,
     /// The loan that this is a part of, which ends with it.
     loan: Option<Arc<Holding>>,
@@ -52,23 +52,14 @@ struct State {
 }
 
 impl Holding {
-    /// For the `number`th of its kind, if they are counted.
-    pub fn new(what: &'static str, number: Option<u64>, memory: Memory) -> Arc<Holding> {
-        Arc::new(Holding::of(what, number, None, memory))
-    }
-
-    /// For a part of a sample, or of a `loan`.
-    pub fn part_of(loan: Option<&Arc<Holding>>, memory: Memory) -> Arc<Holding> {
-        Arc::new(Holding::of("the part", None, loan.cloned(), memory))
-    }
-
-    fn of(
+    /// For the `number`th of its kind, if they are counted; for a part of a `loan`.
+    pub fn new(
         what: &'static str,
         number: Option<u64>,
         loan: Option<Arc<Holding>>,
         memory: Memory,
-    ) -> Holding {
-        Holding {
+    ) -> Arc<Holding> {
+        Arc::new(Holding {
             home: Home::here(),
             what,
             number,
@@ -81,7 +72,7 @@ impl Holding {
                 pinned: None,
                 discarded: None,
             }),
-        }
+        })
     }
 
     fn state(&self) -> Outcome<MutexGuard<'_, State>> {
@@ -131,22 +122,12 @@ impl Holding {
         loan.is_some_and(|loan| loan.is_released().unwrap_or(true))
     }
 
-    /// An error in a forked child.
-    pub fn check(&self) -> Outcome<()> {
-        self.home.check()
-    }
-
     /// The error of a use after the release.
     pub fn released(&self) -> Fault {
         match self.number {
             Some(number) => Fault::released(&format!("{} {number}", self.what)),
             None => Fault::released(self.what),
         }
-    }
-
-    /// Its name in errors.
-    pub fn what(&self) -> &'static str {
-        self.what
     }
 
     /// Gives up the object's part of the memory, not before the work of `stream` so far.
@@ -162,10 +143,7 @@ impl Holding {
 
     /// The elements as bytes in row-major order, copied once no work writes them any more.
     pub fn bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        match &self.memory()?.packed(py)?.hold {
-            MemoryHolder::Copy(bytes) => bytes.to_python(py),
-            _ => unreachable!("a copy is a copy"),
-        }
+        Ok(PyBytes::new(py, &self.memory()?.packed(py)?.1))
     }
 }
 

@@ -41,7 +41,7 @@ pub fn _slow_fill(
     seed: u64,
     delay: Seconds,
 ) -> PyResult<()> {
-    let memory = loan.get().memory()?;
+    let memory = loan.get().owner.memory()?;
     let delay = seconds(delay, "delay")?;
     let (stream, words) = (stream.get().inner()?, memory.layout.bytes() / 8);
     // SAFETY: the words lie in the loan, which is this caller's to write until it is sent behind

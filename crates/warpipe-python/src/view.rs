@@ -10,7 +10,7 @@ use warpipe::{DType, Layout};
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
-use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range, await_copy};
+use crate::memory_owner::{COPIES, DEFAULT_TIMEOUT, MemoryOwner, OwnedMemory, Range, await_stream};
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::tensor::{Held, Holding};
@@ -27,14 +27,14 @@ use crate::wait::{Given, Limit};
 #[pyclass(frozen, subclass, extends = Held, module = "warpipe")]
 #[derive(Debug)]
 pub struct View {
-    tensor: Arc<Holding>,
+    pub tensor: Arc<Holding>,
 }
 
 impl View {
     /// All of it, as bytes.
     pub fn of(what: &'static str, place: OwnedMemory) -> Outcome<PyClassInitializer<View>> {
         let (lowest, bytes, read_only) = place.range();
-        let device = place.device().clone();
+        let device = place.device();
         let layout = Layout::contiguous(DType::U8, &[bytes])?;
         let hold = MemoryHolder::Owned(Arc::new(MemoryOwner::new(place)));
         let memory = Memory {
@@ -59,18 +59,13 @@ impl View {
 
     /// A tensor of held memory.
     pub fn over(what: &'static str, memory: Memory) -> PyClassInitializer<View> {
-        let tensor = Holding::new(what, None, memory);
+        let tensor = Holding::new(what, None, None, memory);
         Held::of(&tensor).add_subclass(View { tensor })
-    }
-
-    /// The memory, while it is held.
-    pub fn memory(&self) -> Outcome<Memory> {
-        self.tensor.memory()
     }
 
     /// The held memory.
     pub fn owner(&self) -> Outcome<Arc<MemoryOwner>> {
-        match self.memory()?.hold {
+        match self.tensor.memory()?.hold {
             MemoryHolder::Owned(owner) => Ok(owner),
             _ => unreachable!("a view is of held memory"),
         }
@@ -105,11 +100,11 @@ impl View {
         dtype: &Bound<'_, PyAny>,
         offset: u64,
     ) -> PyResult<Py<View>> {
-        let memory = self.memory()?;
+        let memory = self.tensor.memory()?;
         let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?)
             .map_err(Fault::from)?;
         let (bytes, available) = (layout.bytes(), self.tensor.layout.bytes());
-        check_range(self.tensor.what(), offset, bytes, available)?;
+        check_range(self.tensor.what, offset, bytes, available)?;
         let lowest = memory.lowest + offset;
         if !lowest.is_multiple_of(layout.dtype().bytes()) {
             let width = layout.dtype().bytes();
@@ -141,7 +136,7 @@ impl View {
         stream: Given<'_, '_>,
     ) -> PyResult<()> {
         self.check_writable()?;
-        let (memory, owner) = (self.memory()?, self.owner()?);
+        let (memory, owner) = (self.tensor.memory()?, self.owner()?);
         let consumer = Consumer::optional(py, &self.tensor.device, stream)?;
         let own = match &consumer {
             Some(consumer) => consumer.follow(py)?.clone(),
@@ -167,7 +162,7 @@ impl View {
         let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
         owner.admit(py, &Consumer::own(&filled_on))?;
         if is_to_be_awaited {
-            return await_copy(py, &filled_on);
+            return await_stream(py, &filled_on, Some(DEFAULT_TIMEOUT));
         }
         Ok(consumer.map_or(Ok(()), |consumer| consumer.lead(py))?)
     }

@@ -14,6 +14,7 @@ use crate::detached::call;
 use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
+use crate::exclusive::locked;
 use crate::handle::{Bare, CloseableHandle, Named};
 use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{MemoryOwner, OpenWeights, OwnedMemory, await_stream};
@@ -76,7 +77,7 @@ fn owner_of(domain: &Path, opened: weights::SharedWeights) -> Arc<MemoryOwner> {
             && other.is_same(&opened)
     };
     let owned = |opened| {
-        let weights = OwnedMemory::Weights(OpenWeights::of(opened));
+        let weights = OwnedMemory::Weights(OpenWeights(Mutex::new(opened)));
         Arc::new(MemoryOwner::new(weights))
     };
     // Never blocks on the list: a forked child may find it locked for ever.
@@ -266,7 +267,7 @@ impl SharedWeights {
         let memory = Memory {
             layout: tensor.info.layout,
             lowest: tensor.memory.ptr(),
-            device: owner.memory().device().clone(),
+            device: owner.memory().device(),
             read_only: true,
             hold: MemoryHolder::Owned(owner),
         };
@@ -305,7 +306,7 @@ impl SharedWeights {
     /// Raises ``ClosedError``.
     fn follow(slf: Bound<'_, SharedWeights>) -> PyResult<Follower> {
         let owner: Arc<MemoryOwner> = (**slf.get().handle.get()?).clone();
-        slf.py().detach(|| open_weights(&owner).follow());
+        slf.py().detach(|| locked(&open_weights(&owner).0).claim());
         Ok(Follower {
             weights: slf.unbind(),
         })

@@ -261,7 +261,7 @@ impl<'py> Search<'_, 'py> {
 
     /// Memory of this package on the device, when all work on it is done.
     fn of_view(&self, py: Python<'py>, view: &Bound<'py, View>) -> PyResult<Option<Source>> {
-        let memory = view.get().memory()?;
+        let memory = view.get().tensor.memory()?;
         let layout = memory.layout;
         let is_kept = !self.row_major || layout.is_contiguous();
         if memory.device.info().id != self.device.info().id
