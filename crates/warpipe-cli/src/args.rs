@@ -96,6 +96,18 @@ pub struct DemoArgs {
     pub plant: Option<String>,
 }
 
+impl DemoArgs {
+    /// The size of each tensor.
+    pub fn item_bytes(&self) -> u64 {
+        self.megabytes << 20
+    }
+
+    /// Whether this fault is to be made.
+    pub fn has_plant(&self, plant: &str) -> bool {
+        self.plant.as_deref() == Some(plant)
+    }
+}
+
 /// Publishes files as tensors, one sample for each file
 ///
 /// The type of a file follows from its name:

@@ -2,9 +2,10 @@
 //! **This module is marked for unsafe**: it shares memory by address.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use pyo3::prelude::*;
+use pyo3::types::{PyCFunction, PyDict, PyTuple};
 use warpipe::{Access, Wait};
 
 use crate::detached::call;
@@ -91,8 +92,7 @@ impl AllocationServer {
     ///
     /// Raises ``ClosedError``.
     fn withdraw(&self, py: Python<'_>, number: u64) -> PyResult<bool> {
-        let withdraw = || Outcome::Ok(self.handle.get()?.withdraw(number)?);
-        Ok(py.detach(withdraw)?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.withdraw(number)?))?)
     }
 
     /// Whether a process has opened the share: False while it waits for one, or the process for its
@@ -100,8 +100,7 @@ impl AllocationServer {
     ///
     /// Raises ``ClosedError``.
     fn is_opened(&self, py: Python<'_>, number: u64) -> PyResult<Option<bool>> {
-        let is_opened = || Outcome::Ok(self.handle.get()?.is_opened(number)?);
-        Ok(py.detach(is_opened)?)
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.is_opened(number)?))?)
     }
 
     /// The present numbers, by their names in the Rust library's ``AllocationStats``.
@@ -177,33 +176,20 @@ pub struct OpenAllocation;
 
 #[pymethods]
 impl OpenAllocation {
-    /// Tells of this memory, and does not hold it.
-    fn watch(slf: &Bound<'_, OpenAllocation>) -> PyResult<AllocationWatch> {
-        let owner = slf.as_super().get().owner()?;
-        Ok(AllocationWatch {
-            home: Home::here(),
-            owner: Arc::downgrade(&owner),
-        })
-    }
-}
-
-/// Tells of an ``_OpenAllocation``, and does not hold it.
-#[pyclass(frozen, module = "warpipe._warpipe", name = "_AllocationWatch")]
-#[derive(Debug)]
-pub struct AllocationWatch {
-    home: Home,
-    owner: Weak<MemoryOwner>,
-}
-
-#[pymethods]
-impl AllocationWatch {
-    /// Raises ``PeerGoneError`` if the memory went with its owner.
-    fn check(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.check()?;
-        let check = || match self.owner.upgrade().as_deref().map(MemoryOwner::memory) {
-            Some(OwnedMemory::Lent(memory)) => memory.check(),
-            _ => Ok(()),
+    /// A check of this memory, which does not hold it: raises ``PeerGoneError`` if the memory went with
+    /// its owner.
+    fn watch<'py>(slf: &Bound<'py, OpenAllocation>) -> PyResult<Bound<'py, PyCFunction>> {
+        let (home, owner) = (Home::here(), slf.as_super().get().owner()?);
+        let owner = Arc::downgrade(&owner);
+        let check = move |arguments: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| {
+            home.check()?;
+            call(arguments.py(), || {
+                match owner.upgrade().as_deref().map(MemoryOwner::memory) {
+                    Some(OwnedMemory::Lent(memory)) => memory.check(),
+                    _ => Ok(()),
+                }
+            })
         };
-        call(py, check)
+        PyCFunction::new_closure(slf.py(), None, None, check)
     }
 }

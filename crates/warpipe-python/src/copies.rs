@@ -4,7 +4,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::{Arc, LazyLock, Mutex, TryLockError};
 use std::time::Duration;
 
 use pyo3::ffi;
@@ -24,19 +24,14 @@ use crate::wait::{awaited, until};
 /// The most foreign tensors under copy at once; a further send waits.
 const COPIES_MAX: usize = 256;
 
-/// A publisher's copies that streams may not have finished.
-#[derive(Debug, Default)]
-pub struct Copies {
-    open: Arc<AtomicUsize>,
-}
-
 /// What an endpoint copies tensors with.
 #[derive(Debug, Clone)]
 pub struct CopyContext {
     pub device: warpipe::Device,
     /// The stream for tensors without a stream of their own.
     pub stream: OwnStream,
-    pub copies: Arc<Copies>,
+    /// The number of copies that streams may not have finished.
+    pub open: Arc<AtomicUsize>,
     /// The limit of a wait for room, for memory, or for an answer.
     pub patience: Option<Duration>,
 }
@@ -51,7 +46,7 @@ impl CopyContext {
         CopyContext {
             device,
             stream,
-            copies: Arc::default(),
+            open: Arc::default(),
             patience,
         }
     }
@@ -64,20 +59,14 @@ impl CopyContext {
         }
     }
 
-    /// As [`Copies::fill`].
-    pub fn fill(
-        &self,
-        py: Python<'_>,
-        into: &mut impl Target,
-        source: Source,
-    ) -> PyResult<warpipe::Stream> {
-        self.copies
-            .fill(py, into, source, &self.stream, self.patience)
-    }
-
-    /// As [`Copies::settle`].
-    pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        self.copies.settle(py, self.patience)
+    /// For memory that no endpoint has: its copies count together.
+    pub fn of_memory(device: &warpipe::Device, stream: &warpipe::Stream) -> CopyContext {
+        static OPEN: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
+        let stream = OwnStream::of(stream.clone());
+        CopyContext {
+            open: OPEN.clone(),
+            ..CopyContext::new(device.clone(), stream, None)
+        }
     }
 }
 
@@ -160,9 +149,9 @@ extern "C" fn sweep_later(_: *mut c_void) -> c_int {
     0
 }
 
-impl Copies {
-    /// Enqueues the copy of `source` into `into`, which has the same length; on `own` if the source
-    /// is on the host. Returns the stream of the copy. Waits, at most `patience`, only if too many
+impl CopyContext {
+    /// Enqueues the copy of `source` into `into`, which has the same length; on its own stream if the
+    /// source is on the host. Returns the stream of the copy. Waits, within its limit, only if too many
     /// copies are pending.
     ///
     /// If the source overlaps the target, it is read before the target is written, through other
@@ -172,9 +161,8 @@ impl Copies {
         py: Python<'_>,
         into: &mut impl Target,
         mut source: Source,
-        own: &warpipe::Stream,
-        patience: Option<Duration>,
     ) -> PyResult<warpipe::Stream> {
+        let own: &warpipe::Stream = &self.stream;
         let (to, bytes) = (into.lowest(), into.bytes());
         let meets = source.meets(to, bytes);
         let Some(reader) = source.reader.take() else {
@@ -193,7 +181,7 @@ impl Copies {
         let target = reader.follow(py)?.clone();
         if bytes > 0 {
             // Before the copy: an interrupted wait leaves nothing behind that writes the target.
-            self.wait_for_room(py, &target, patience)?;
+            self.wait_for_room(py, &target)?;
             // Dropped with the interpreter, in every case.
             let mut keep = Some(source.owner);
             py.detach(|| {
@@ -217,25 +205,22 @@ impl Copies {
         Ok(stream.call(move || copying.done())?)
     }
 
-    /// Waits, at most `patience`, if too many copies are pending.
-    fn wait_for_room(
-        &self,
-        py: Python<'_>,
-        stream: &warpipe::Stream,
-        patience: Option<Duration>,
-    ) -> PyResult<()> {
+    /// Waits, within its limit, if too many copies are pending.
+    fn wait_for_room(&self, py: Python<'_>, stream: &warpipe::Stream) -> PyResult<()> {
         sweep(py);
         if self.open.load(Ordering::Acquire) >= COPIES_MAX {
-            awaited(py, patience, |wait| stream.synchronize(wait))?;
+            awaited(py, self.patience, |wait| stream.synchronize(wait))?;
         }
         Ok(())
     }
 
-    /// Waits, at most `patience`, until all copies are done. A tensor with a copy that is not
+    /// Waits, within its limit, until all copies are done. A tensor with a copy that is not
     /// done by then is kept until it is: its owner must not reuse the memory while a stream reads
     /// it.
-    pub fn settle(&self, py: Python<'_>, patience: Option<Duration>) -> PyResult<()> {
-        let waited = until(py, patience, || Ok(self.open.load(Ordering::Acquire) == 0));
+    pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        let waited = until(py, self.patience, || {
+            Ok(self.open.load(Ordering::Acquire) == 0)
+        });
         sweep(py);
         waited
     }

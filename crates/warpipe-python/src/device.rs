@@ -4,10 +4,12 @@ use std::ops::Deref;
 
 use pyo3::prelude::*;
 use pyo3::types::PyString;
-use warpipe::backend::{DeviceId, DeviceKind, cuda};
+use warpipe::backend::DeviceKind;
+use warpipe::{DeviceFault, Error};
 
 use crate::detached::call;
-use crate::errors::{Fault, Outcome};
+use crate::errors::Fault;
+use crate::shared_memory::device_id;
 use crate::thread_exit;
 
 /// A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
@@ -101,25 +103,20 @@ impl Device {
 
 impl Device {
     /// The GPU of this process with a UUID, which is the same in every process.
-    fn identified(uuid: &str) -> PyResult<Device> {
-        let find = || -> Outcome<Option<warpipe::Device>> {
-            for ordinal in 0..cuda::device_count()? {
-                let id = DeviceId {
-                    kind: DeviceKind::Cuda,
-                    uuid: cuda::device_uuid(ordinal)?,
-                };
-                if id.to_string() == uuid {
-                    return Ok(Some(warpipe::Device::cuda(ordinal)?));
-                }
-            }
-            Ok(None)
-        };
-        let found = Python::attach(|py| py.detach(find))?;
+    fn identified(name: &str) -> PyResult<Device> {
         let missing = || {
             let next = "a GPU that this process sees; look at CUDA_VISIBLE_DEVICES";
-            Fault::argument("device", format!("{uuid:?}"), next)
+            Fault::argument("device", format!("{name:?}"), next)
         };
-        Ok(Device::of(&found.ok_or_else(missing)?))
+        let uuid = device_id(name).ok_or_else(missing)?.uuid;
+        let found = Python::attach(|py| py.detach(|| warpipe::Device::by_uuid(uuid)));
+        Ok(Device::of(&found.map_err(|error| match error {
+            Error::Device {
+                fault: DeviceFault::NoSuchDevice,
+                ..
+            } => missing(),
+            other => other.into(),
+        })?))
     }
 }
 
@@ -136,34 +133,13 @@ impl Device {
         device.unwrap_or_else(Device::preferred)
     }
 
-    /// ``"cuda"`` or ``"host"``.
+    /// The values of ``_FACTS`` of `_objects.py`.
     #[getter]
-    fn kind(&self) -> &'static str {
-        if is_cuda(&self.inner) { "cuda" } else { "host" }
-    }
-
-    /// The device's number in this process (0 for the host), as ``CUDA_VISIBLE_DEVICES`` leaves it.
-    #[getter]
-    fn ordinal(&self) -> u32 {
-        self.inner.info().ordinal
-    }
-
-    /// For display: the GPU's product name, or ``host``.
-    #[getter]
-    fn name(&self) -> &str {
-        &self.inner.info().name
-    }
-
-    /// The identity that is the same in every process: ``GPU-...`` or ``host``.
-    #[getter]
-    fn uuid(&self) -> String {
-        self.inner.info().id.to_string()
-    }
-
-    /// Total memory in bytes.
-    #[getter]
-    fn memory_bytes(&self) -> u64 {
-        self.inner.info().memory_bytes
+    fn _facts(&self) -> (&'static str, u32, &str, String, u64) {
+        let info = self.inner.info();
+        let kind = if is_cuda(&self.inner) { "cuda" } else { "host" };
+        let uuid = info.id.to_string();
+        (kind, info.ordinal, &info.name, uuid, info.memory_bytes)
     }
 
     /// Bytes of memory that this process holds through warpipe: allocated and imported, not yet
@@ -174,6 +150,6 @@ impl Device {
     }
 
     fn __getnewargs__(&self) -> (String,) {
-        (self.uuid(),)
+        (self.info().id.to_string(),)
     }
 }

@@ -27,12 +27,6 @@ trait Managed: Sized {
     /// # Safety
     /// As [`Imported::from_versioned`].
     unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal>;
-
-    /// Calls the deleter.
-    ///
-    /// # Safety
-    /// `tensor` is the caller's to delete, which nothing else does.
-    unsafe fn delete(tensor: NonNull<Self>);
 }
 
 macro_rules! managed {
@@ -44,15 +38,6 @@ macro_rules! managed {
             unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal> {
                 // SAFETY: the caller's promise.
                 unsafe { Imported::$import(tensor) }
-            }
-
-            unsafe fn delete(tensor: NonNull<Self>) {
-                // SAFETY: the caller's promise.
-                unsafe {
-                    if let Some(deleter) = (*tensor.as_ptr()).deleter {
-                        deleter(tensor.as_ptr());
-                    }
-                }
             }
         }
     };
@@ -109,7 +94,7 @@ fn capsule<M: Managed>(py: Python<'_>, tensor: NonNull<M>) -> PyResult<Py<PyAny>
         let made = ffi::PyCapsule_New(pointer, M::NAME.as_ptr(), Some(end_of_capsule::<M>));
         Bound::from_owned_ptr_or_err(py, made)
             .map(Bound::unbind)
-            .inspect_err(|_| M::delete(tensor))
+            .inspect_err(|_| drop(M::import(tensor)))
     }
 }
 
@@ -122,7 +107,8 @@ unsafe extern "C" fn end_of_capsule<M: Managed>(capsule: *mut ffi::PyObject) {
         if ffi::PyCapsule_IsValid(capsule, M::NAME.as_ptr()) == 1 {
             let pointer = ffi::PyCapsule_GetPointer(capsule, M::NAME.as_ptr());
             if let Some(tensor) = NonNull::new(pointer.cast()) {
-                M::delete(tensor);
+                // What was exported here is not refused, and its drop calls the deleter.
+                drop(M::import(tensor));
             }
         }
     }

@@ -61,7 +61,8 @@ fn remember(found: &Bound<'_, PyAny>, dtype: DType) {
 /// The type of this name, which Python has given.
 pub fn named(name: &Bound<'_, PyAny>) -> PyResult<DType> {
     let name = name.cast::<PyString>()?.to_str()?;
-    Ok(DType::from_name(name).ok_or_else(|| Fault::dtype(name, "is not known"))?)
+    let unknown = || Fault::Own("DTypeError", format!("element type {name} is not known"));
+    Ok(DType::from_name(name).ok_or_else(unknown)?)
 }
 
 /// The type of a buffer's `format` (PEP 3118), of which each element takes so many bytes.

@@ -67,11 +67,6 @@ impl Fault {
         Fault::Own("ArgumentError", said)
     }
 
-    /// An invalid element type.
-    pub fn dtype(found: impl std::fmt::Display, next: &str) -> Fault {
-        Fault::Own("DTypeError", format!("element type {found} {next}"))
-    }
-
     /// An invalid layout.
     pub fn layout(reason: impl std::fmt::Display) -> Fault {
         let said = format!("not a usable tensor layout: {reason}");

@@ -71,16 +71,6 @@ impl EventHandle {
     fn ipc_bytes<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.inner.ipc_bytes().map(|bytes| PyBytes::new(py, &bytes))
     }
-
-    /// Opens the event: see ``Event.open``.
-    #[pyo3(signature = (*, device = None, domain = None))]
-    fn open(
-        slf: &Bound<'_, EventHandle>,
-        device: Option<Device>,
-        domain: Option<Domain>,
-    ) -> PyResult<Py<Event>> {
-        Event::open(slf.py(), slf.as_any(), device, domain)
-    }
 }
 
 impl Event {

@@ -194,13 +194,12 @@ impl FrameParts {
         Part::find(slf.py(), memory, &slf.get().parts, name, None)
     }
 
-    /// The layouts of its tensors and its device, for ``repr``.
+    /// The layouts of its tensors, for ``repr``.
     #[getter]
-    fn _described(slf: &Bound<'_, FrameParts>) -> String {
+    fn _layout(&self) -> String {
         let words = |it: &warpipe::Part| format!("{:?}: {:?}", it.name, it.layout);
-        let parts: Vec<String> = slf.get().parts.iter().map(words).collect();
-        let tensor = slf.as_super().as_super().as_super().get();
-        tensor.described_as(&format!("{{{}}}", parts.join(", ")))
+        let parts: Vec<String> = self.parts.iter().map(words).collect();
+        format!("{{{}}}", parts.join(", "))
     }
 
     fn __len__(&self) -> usize {

@@ -3,17 +3,16 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyString};
 use warpipe::statistics::SlowPath;
-use warpipe::weights;
 use warpipe::{DevicePtr, Layout, PublishOptions, Published, Publisher, SampleMut};
 
-use crate::detached::detached;
+use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::exclusive::locked;
 use crate::interpreter_exit::LibraryHeld;
@@ -53,7 +52,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ZeroCopy {
 pub struct PublishedPool {
     /// The publisher's domain, and the users and groups that it admits.
     options: PublishOptions,
-    list: Mutex<HashMap<DevicePtr, Arc<Published>>>,
+    /// Not dropped under the lock, which a forked child may find held for ever.
+    list: DropDetached<Mutex<HashMap<DevicePtr, Arc<Published>>>>,
 }
 
 impl PublishedPool {
@@ -61,7 +61,7 @@ impl PublishedPool {
     pub fn new(options: PublishOptions) -> PublishedPool {
         PublishedPool {
             options,
-            list: Mutex::default(),
+            list: DropDetached::new(Mutex::default()),
         }
     }
 
@@ -99,14 +99,6 @@ impl PublishedPool {
     }
 }
 
-impl Drop for PublishedPool {
-    fn drop(&mut self) {
-        // Not under the lock, which a forked child may find held for ever.
-        let list = std::mem::take(self.list.get_mut().unwrap_or_else(PoisonError::into_inner));
-        detached(|| drop(list));
-    }
-}
-
 /// A name that no memory of this machine has had.
 fn new_name() -> String {
     static START: LazyLock<u128> = LazyLock::new(|| {
@@ -126,10 +118,8 @@ pub struct NotInPlace {
 }
 
 fn refuse(reason: SlowPath, words: String) -> NotInPlace {
-    let fault = Fault::Own(
-        "ExportError",
-        format!("the tensor cannot be sent where it lies: {words}"),
-    );
+    let said = format!("the tensor cannot be sent where it lies: {words}");
+    let fault = Fault::Own("ExportError", said);
     NotInPlace { reason, fault }
 }
 
@@ -211,17 +201,4 @@ pub fn loan(
         Place::Plain(address) => unsafe { publisher.loan_at(address, &layout, owner) },
     };
     loan.map_err(|error| not_exportable(error.into()))
-}
-
-/// Adds a tensor that is published where it lies, and that `owner` keeps allocated.
-pub fn add_in_place(
-    tensors: &mut weights::TensorsInPlace,
-    name: &str,
-    layout: Layout,
-    address: u64,
-    owner: impl Send + 'static,
-) -> Outcome<()> {
-    // SAFETY: the owner is what keeps the tensor's memory allocated, and the caller of `publish`
-    // writes it no more, as its documentation says.
-    Ok(unsafe { tensors.add(name, layout, address, Box::new(owner)) }?)
 }

@@ -216,32 +216,20 @@ fn close_all(py: Python<'_>) {
     });
 }
 
-/// A callback that Python calls for the library: the end of the program waits for it. Its thread
-/// holds the interpreter when it begins and ends.
-#[pyclass(frozen, module = "warpipe")]
-#[derive(Debug)]
-pub struct _Running(Mutex<Option<RunningCallback>>);
+/// Calls a function for the library, and the end of the program waits for it; what it gives, or None
+/// once the program ends: then no callback begins.
+#[pyfunction]
+pub fn _run<'py>(function: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    thread_exit::prepare_exit();
+    // Counted before the check, as in `Callback::call`.
+    let _running = RunningCallback::start();
+    (!has_begun()).then(|| function.call0()).transpose()
+}
 
-#[pymethods]
-impl _Running {
-    /// None once the program ends: then no callback begins.
-    #[staticmethod]
-    fn begin() -> Option<_Running> {
-        // Counted before the check, as in `Callback::call`.
-        let running = RunningCallback::start();
-        (!has_begun()).then(|| _Running(Mutex::new(Some(running))))
-    }
-
-    /// Calls a function, unless the program ends. An exception goes to ``sys.unraisablehook``.
-    #[staticmethod]
-    fn call(function: Py<PyAny>, argument: Py<PyAny>) {
-        Callback::new(function).call(argument);
-    }
-
-    fn end(&self) {
-        let running = locked(&self.0).take();
-        drop(running);
-    }
+/// Calls a function, unless the program ends. An exception goes to ``sys.unraisablehook``.
+#[pyfunction]
+pub fn _call(function: Py<PyAny>, argument: Py<PyAny>) {
+    Callback::new(function).call(argument);
 }
 
 /// ``atexit`` calls this: closes all open endpoints, and waits for running callbacks.

@@ -104,16 +104,10 @@ impl Lease {
         Ok(locked(&self.answer_handle))
     }
 
-    fn has_answer(&self, py: Python<'_>) -> Outcome<bool> {
-        py.detach(|| Ok(self.answer_handle()?.is_none()))
-    }
-
     fn answered(&self) -> Fault {
         let next = "answer once, and ask for its output before";
-        Fault::Own(
-            "ReleasedError",
-            format!("job {} has been answered; {next}", self.job),
-        )
+        let said = format!("job {} has been answered; {next}", self.job);
+        Fault::Own("ReleasedError", said)
     }
 
     /// Lends memory for the result.
@@ -205,7 +199,7 @@ impl Lease {
     /// Whether the job has been answered.
     #[getter]
     fn is_answered(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.has_answer(py)?)
+        Ok(py.detach(|| Outcome::Ok(self.answer_handle()?.is_none()))?)
     }
 
     /// Lends memory for the result, to be filled in place: see ``Output``. In ``with
@@ -245,7 +239,7 @@ impl Lease {
         metadata: Option<Metadata>,
         stream: Given<'_, '_>,
     ) -> PyResult<()> {
-        if slf.get().has_answer(slf.py())? {
+        if slf.get().is_answered(slf.py())? {
             return Err(slf.get().answered().into());
         }
         let (mut output, stream) = Lease::result(slf, tensor, metadata, stream)?;

@@ -103,34 +103,18 @@ impl LegacyHandle {
         View::object(py, "the memory", OwnedMemory::Legacy(memory), LegacyMemory)
     }
 
-    /// The range's length in bytes.
+    /// The values of ``_FACTS`` of `_objects.py`.
     #[getter]
-    fn nbytes(&self) -> u64 {
-        self.inner.info().bytes
-    }
-
-    /// The offset of the range in its allocation, in bytes.
-    #[getter]
-    fn offset(&self) -> u64 {
-        self.inner.info().offset
-    }
-
-    /// The length of the allocation. A process that opens the handle can access all of it.
-    #[getter]
-    fn allocation_nbytes(&self) -> u64 {
-        self.inner.info().allocation_bytes
-    }
-
-    /// The device that owns the memory: its ``Device.uuid``.
-    #[getter]
-    fn device(&self) -> String {
-        self.inner.info().device.to_string()
-    }
-
-    /// The exporter's process id, in its own PID namespace.
-    #[getter]
-    fn pid(&self) -> i32 {
-        self.inner.info().pid
+    fn _facts(&self) -> (u64, u64, u64, String, i32) {
+        let info = self.inner.info();
+        let device = info.device.to_string();
+        (
+            info.bytes,
+            info.offset,
+            info.allocation_bytes,
+            device,
+            info.pid,
+        )
     }
 
     /// The ``CUipcMemHandle`` itself, of the allocation's base.

@@ -108,7 +108,7 @@ mod _warpipe {
 
     #[pymodule_export]
     use crate::{
-        allocations::{AllocationClient, AllocationServer, AllocationWatch, OpenAllocation},
+        allocations::{AllocationClient, AllocationServer, OpenAllocation},
         command::_run_command,
         device::Device,
         domain::Domain,
@@ -116,7 +116,7 @@ mod _warpipe {
         frame::{Frame, FrameParts, Part},
         future::{Future, JobHandle, Pending},
         handle::{Bare, Closeable, Named},
-        interpreter_exit::{_Running, _end, _has_open},
+        interpreter_exit::{_call, _end, _has_open, _run},
         job::{Result, Results, Watch},
         jobs::Jobs,
         kernel_ring::KernelRing,
@@ -131,14 +131,12 @@ mod _warpipe {
         shared_memory::{Memory, Published, SharedMemory, Ticket},
         stream::Stream,
         tensor::{Held, Tensor},
-        testing::{
-            _allocate_plain, _pattern, _preload, _send_reversed, _skip_waits, _slow_fill, Adder,
-        },
+        testing::{_allocate_plain, _pattern, _preload, _skip_waits, _slow_fill, Adder},
         timeline::Timeline,
         view::View,
         wait::_seconds,
         weights::{
-            _keep_weights, _open_weights, _verify_weights, _version_after, Follower, Keeper,
+            _keep_weights, _open_weights, _verify_weights, _version_after, Keeper,
             PublishedWeights, SharedWeights,
         },
         weights_publish::_publish_weights,

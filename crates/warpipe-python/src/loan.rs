@@ -77,7 +77,7 @@ impl Loan {
         py: Python<'_>,
         stream: Given<'_, '_>,
     ) -> PyResult<(Slot, warpipe::Stream)> {
-        let consumer = self.stream_of(py, stream)?;
+        let consumer = Consumer::optional(py, &self.owner.device, stream)?;
         let open = self.take()?;
         self.owner.let_go()?;
         let stream = self.behind(py, &open.lease, consumer.as_ref())?;
@@ -99,10 +99,6 @@ impl Loan {
             lease.consumers.note(consumer);
         }
         py.detach(|| lease.consumers.join(&self.context.stream))
-    }
-
-    fn stream_of(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<Option<Consumer>> {
-        Consumer::optional(py, &self.owner.device, stream)
     }
 }
 
@@ -163,7 +159,7 @@ impl Loan {
     /// Raises ``DriverError``.
     #[pyo3(signature = (*, stream = None))]
     pub fn discard(&self, py: Python<'_>, stream: Given<'_, '_>) -> PyResult<()> {
-        let consumer = self.stream_of(py, stream)?;
+        let consumer = Consumer::optional(py, &self.owner.device, stream)?;
         let Some(open) = self.open()?.take() else {
             return Ok(());
         };
@@ -177,7 +173,7 @@ impl Loan {
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
     fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.copy_to(py, None, tensor)
+        self._fill(py, None, tensor)
     }
 
     /// ``loan[name]``.
@@ -190,20 +186,8 @@ impl Loan {
         Part::find(py, memory, &parts, name, Some(&self.owner))
     }
 
-    /// ``loan[name] = tensor``.
-    fn _fill_part(&self, py: Python<'_>, name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.copy_to(py, Some(name), tensor)
-    }
-}
-
-impl Loan {
     /// Copies a tensor to the part of this name, or to the whole.
-    fn copy_to(
-        &self,
-        py: Python<'_>,
-        name: Option<&str>,
-        tensor: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
+    fn _fill(&self, py: Python<'_>, name: Option<&str>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let wanted = Wanted {
             packed: true,
             ..self.context.wanted(None)

@@ -18,7 +18,7 @@ use crate::exclusive::locked;
 use crate::handle::{Closeable, CloseableHandle, Named};
 use crate::interpreter_exit::{self, Callback};
 use crate::tuples::Info;
-use crate::wait::{Limit, SLICE, on_a_thread};
+use crate::wait::{Limit, SLICE};
 
 /// This process as a member of a domain, visible to its monitors until it is closed or dropped.
 ///
@@ -121,15 +121,9 @@ fn sleep_once(
 
 #[pymethods]
 impl Members {
-    /// Begins to watch, and waits until all present members have answered. ``on`` is called with
-    /// each ``Change``, in order, on a thread of its own; without it ``changes`` or iteration gives
-    /// the changes. Present members come first, as ``"joined"``. ``clean``: remove the endpoints
-    /// that dead members leave in the domain.
-    ///
-    /// Raises ``DomainError``, ``SystemCallError``.
+    /// Begins to watch, and waits until all present members have answered: see `_members.py`.
     #[staticmethod]
-    #[pyo3(signature = (domain = None, *, on = None, clean = true))]
-    fn watch(
+    fn _watch(
         py: Python<'_>,
         domain: Option<Domain>,
         on: Option<Py<PyAny>>,
@@ -142,7 +136,7 @@ impl Members {
         };
         let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();
         let callback = callbacks.first().cloned();
-        let started = on_a_thread(py, move || match callback {
+        let started = call(py, || match callback {
             None => warpipe::Members::new(options),
             Some(callback) => warpipe::Members::with_callback(options, move |change| {
                 callback.call(Info(change.clone()));

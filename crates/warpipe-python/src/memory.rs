@@ -122,18 +122,6 @@ impl SampleHolder {
     }
 }
 
-impl SampleHolder {
-    fn let_go(&mut self, sample: Sample) {
-        match self.consumers.join(sample.stream()) {
-            // A release that fails closes the link; no caller is left to get the error.
-            Ok(stream) => drop(sample.release_on(&stream)),
-            // The device does not report when the users are done: the slot must not be written
-            // again.
-            Err(_) => std::mem::forget(sample),
-        }
-    }
-}
-
 impl Drop for SampleHolder {
     fn drop(&mut self) {
         let Some(sample) = self.sample.take() else {
@@ -143,7 +131,13 @@ impl Drop for SampleHolder {
             // The library keeps the parent's link away from the child.
             return drop(sample);
         }
-        detached(|| self.let_go(sample));
+        detached(|| match self.consumers.join(sample.stream()) {
+            // A release that fails closes the link; no caller is left to get the error.
+            Ok(stream) => drop(sample.release_on(&stream)),
+            // The device does not report when the users are done: the slot must not be written
+            // again.
+            Err(_) => std::mem::forget(sample),
+        });
     }
 }
 

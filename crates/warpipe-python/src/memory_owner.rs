@@ -1,14 +1,14 @@
 //! Memory of the library that Python holds, and the streams that use it.
 //! **This module is marked for unsafe**: it copies from and to such memory by address.
 
-use std::sync::{LazyLock, Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::backend::{Access, DevicePtr, room_for};
 use warpipe::weights::{HeldVersion, SharedWeights};
 
-use crate::copies::{Copies, Target};
+use crate::copies::Target;
 use crate::detached::{OwnStream, detached};
 use crate::errors::{Fault, Outcome};
 use crate::exclusive::locked;
@@ -18,9 +18,6 @@ use crate::wait::awaited;
 
 /// The default limit of the CPU's wait for the streams that use memory.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Foreign tensors that streams copy into memory of any owner.
-pub static COPIES: LazyLock<Copies> = LazyLock::new(Copies::default);
 
 /// The kinds of memory.
 #[derive(Debug)]

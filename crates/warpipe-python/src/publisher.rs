@@ -1,6 +1,5 @@
 //! `Publisher`.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -47,14 +46,14 @@ use crate::wait::{Given, HELD_UP, Limit, Seconds, optional, seconds, until, wait
 #[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Publisher {
-    handle: CloseableHandle<warpipe::Publisher>,
+    pub handle: CloseableHandle<warpipe::Publisher>,
     /// Its limit is that of `send`'s wait for room.
     context: CopyContext,
     pool: PublishedPool,
     /// The reaction to a subscriber that holds ``depth`` frames: ``"block"``, ``"drop_oldest"``,
     /// ``"drop_newest"`` or ``"fail"``.
     #[pyo3(get)]
-    policy: &'static str,
+    policy: String,
     /// How many frames a subscriber may have received and not released.
     #[pyo3(get)]
     depth: u32,
@@ -82,27 +81,24 @@ pub fn word_of(state: PeerState) -> &'static str {
     }
 }
 
-/// A policy, and its name.
-fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
-    // `dispatch` waits, and sees signals meanwhile.
-    let timeout = Duration::ZERO;
-    let policies = [
-        ("block", Policy::Block { timeout }),
-        ("drop_oldest", Policy::DropOldest),
-        ("drop_newest", Policy::DropNewest),
-        ("fail", Policy::Fail),
-    ];
-    let found = policies.into_iter().find(|(known, _)| *known == name);
-    let allowed = "\"block\", \"drop_oldest\", \"drop_newest\" or \"fail\"";
-    found.ok_or_else(|| Fault::argument("policy", format!("{name:?}"), allowed))
+/// The policy of this name.
+fn policy_of(name: &str) -> Outcome<Policy> {
+    Ok(match name {
+        // `dispatch` waits, and sees signals meanwhile.
+        "block" => Policy::Block {
+            timeout: Duration::ZERO,
+        },
+        "drop_oldest" => Policy::DropOldest,
+        "drop_newest" => Policy::DropNewest,
+        "fail" => Policy::Fail,
+        _ => {
+            let allowed = "\"block\", \"drop_oldest\", \"drop_newest\" or \"fail\"";
+            return Err(Fault::argument("policy", format!("{name:?}"), allowed));
+        }
+    })
 }
 
 impl Publisher {
-    /// The library's publisher, until it is closed.
-    pub fn inner(&self) -> Outcome<Arc<DropDetached<warpipe::Publisher>>> {
-        self.handle.get()
-    }
-
     /// How many tensors that were sent where they lie are kept.
     fn in_place_now(&self) -> Outcome<usize> {
         let open = self.handle.open()?;
@@ -169,7 +165,7 @@ impl Publisher {
         let readers = sources.iter();
         let readers = readers.filter_map(|(_, source)| source.reader.as_ref().or(stream).cloned());
         let readers: Vec<Consumer> = readers.collect();
-        let publisher = self.inner()?;
+        let publisher = self.handle.get()?;
         let lent = if several {
             let Slot::Sample(mut loan) = self.take(py, &[], true)? else {
                 unreachable!("a publisher's slot is a sample's")
@@ -238,7 +234,7 @@ impl Publisher {
         let (domain, device) = place(domain, device)?;
         let block = optional(timeout, "timeout")?;
         let loan_timeout = optional(loan_timeout, "loan_timeout")?;
-        let (policy, chosen) = self::policy(policy)?;
+        let chosen = policy_of(policy)?;
         let blocks = matches!(chosen, Policy::Block { .. });
         let patience = block.map(|block| if blocks { block } else { block.max(HELD_UP) });
         let publications = warpipe::PublishOptions {
@@ -265,7 +261,7 @@ impl Publisher {
         Ok(handle.named().add_subclass(Publisher {
             handle,
             context: CopyContext::new(device.inner, stream, block),
-            policy,
+            policy: policy.to_owned(),
             depth,
             history,
             patience,
@@ -324,7 +320,7 @@ impl Publisher {
         stream: Given<'_, '_>,
         zero_copy: ZeroCopy,
     ) -> PyResult<u64> {
-        self.inner()?;
+        self.handle.get()?;
         let stream = Consumer::optional(py, &self.context.device, stream)?;
         let several = tensor.cast::<PyMapping>().ok();
         let several: Option<Vec<(String, Bound<'_, PyAny>)>> = several
@@ -353,7 +349,7 @@ impl Publisher {
                 Ok(sequence) => return Ok(sequence),
                 Err(why) if zero_copy == ZeroCopy::Require => return Err(why.fault.into()),
                 Err(why) => {
-                    let publisher = self.inner()?;
+                    let publisher = self.handle.get()?;
                     call(py, || publisher.count_copy(why.reason, bytes))?;
                     warn_of_copy(py, why.fault.into())?;
                 }
@@ -376,7 +372,7 @@ impl Publisher {
         dtype: &Bound<'_, PyAny>,
         metadata: Option<Metadata>,
     ) -> PyResult<Py<Outgoing>> {
-        self.inner()?;
+        self.handle.get()?;
         let layout = dtype::layout(shape, dtype)?;
         self.lend(py, &[("", layout)], false, metadata)
     }
@@ -393,7 +389,7 @@ impl Publisher {
         parts: &Bound<'_, PyMapping>,
         metadata: Option<Metadata>,
     ) -> PyResult<Py<Outgoing>> {
-        self.inner()?;
+        self.handle.get()?;
         type Described<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
         let described: Vec<(String, Described<'_>)> = frame::items("parts", parts)?;
         let layouts = described
@@ -417,7 +413,7 @@ impl Publisher {
     /// Raises ``ClosedError``.
     #[getter]
     fn subscribers(&self, py: Python<'_>) -> PyResult<Vec<Info<warpipe::SubscriberInfo>>> {
-        let found = py.detach(|| Outcome::Ok(self.inner()?.subscribers()))?;
+        let found = py.detach(|| Outcome::Ok(self.handle.get()?.subscribers()))?;
         Ok(found.into_iter().map(Info).collect())
     }
 
@@ -437,7 +433,7 @@ impl Publisher {
     /// Raises ``ClosedError``.
     #[getter]
     fn memory_in_use<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let stats = py.detach(|| Outcome::Ok(self.inner()?.stats()?))?;
+        let stats = py.detach(|| Outcome::Ok(self.handle.get()?.stats()?))?;
         tuples::memory_use(py, (stats.memory_bytes, stats.memory_limit))
     }
 

@@ -2,7 +2,7 @@
 //! unsafe**: it borrows the caller's descriptors.
 
 use std::os::fd::{BorrowedFd, IntoRawFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -205,10 +205,10 @@ impl SharedMemory {
         if fd < 0 {
             return Err(Fault::argument("fd", fd, "an open descriptor").into());
         }
-        let import =
-            |fd: BorrowedFd<'_>| warpipe::Memory::import_fd(&device, fd, &info, access(writable));
-        let imported = py.detach(|| borrowed(fd, import));
-        SharedMemory::make(py, imported.map_err(Fault::from)?)
+        // SAFETY: not -1, and the system call refuses a descriptor that is not open.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let import = || warpipe::Memory::import_fd(&device, fd, &info, access(writable));
+        SharedMemory::make(py, call(py, import)?)
     }
 
     /// Part of it; the part keeps all of it mapped.
@@ -240,13 +240,6 @@ impl SharedMemory {
     fn name(slf: &Bound<'_, SharedMemory>) -> PyResult<String> {
         Ok(SharedMemory::inner(slf)?.name.to_string())
     }
-}
-
-/// Runs `work` with a descriptor of the caller's.
-fn borrowed<R>(fd: i32, work: impl FnOnce(BorrowedFd<'_>) -> R) -> R {
-    // SAFETY: not -1, as the caller has checked; the system call refuses a descriptor that is not
-    // open.
-    work(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
 /// Names memory of a process on this machine: a text that can be sent through a file, a pipe, an
@@ -315,34 +308,18 @@ impl Ticket {
         Ok(self.inner.write_file(path).map_err(Fault::from)?)
     }
 
-    /// The domain's directory.
+    /// The values of ``_FACTS`` of `_objects.py`.
     #[getter]
-    fn domain(&self) -> PathBuf {
-        self.inner.info().domain.to_owned()
-    }
-
-    /// The endpoint's name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.inner.info().name
-    }
-
-    /// The kind of the endpoint: ``"memory"`` or ``"pool"``.
-    #[getter]
-    fn kind(&self) -> String {
-        self.inner.info().kind.to_string()
-    }
-
-    /// The device that the memory is on (its ``Device.uuid``), or None if unknown.
-    #[getter]
-    fn device(&self) -> Option<String> {
-        self.inner.info().device.map(|device| device.to_string())
-    }
-
-    /// Its length, or None if unknown.
-    #[getter]
-    fn nbytes(&self) -> Option<u64> {
-        self.inner.info().bytes
+    fn _facts(&self) -> (&Path, &str, String, Option<String>, Option<u64>) {
+        let info = self.inner.info();
+        let device = info.device.map(|device| device.to_string());
+        (
+            info.domain,
+            info.name,
+            info.kind.to_string(),
+            device,
+            info.bytes,
+        )
     }
 
     /// Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: no

@@ -189,7 +189,7 @@ impl<'a> Wanted<'a> {
     }
 
     fn of_dlpack(self, found: &Bound<'_, PyAny>, must_keep: bool) -> PyResult<Source> {
-        let (device, stream, own) = (self.device, self.stream, self.own);
+        let device = self.device;
         let said = found.call_method0("__dlpack_device__")?;
         let due = "a device type and a number are due";
         let words = || format!("`__dlpack_device__` gave {said}; {due}");
@@ -213,7 +213,7 @@ impl<'a> Wanted<'a> {
                 Err(error) => return Err(error),
             };
             if !is_host(tensor.device()) {
-                return Err(elsewhere(&location_of(tensor.device()), device));
+                return Err(self.elsewhere(&location_of(tensor.device())));
             }
             let described = ArrayDescription::of_import(&tensor);
             let owner = SourceOwner::Capsule(Box::new(tensor));
@@ -221,12 +221,12 @@ impl<'a> Wanted<'a> {
         }
         let is_here = is_cuda(device) && device_id == DLDevice::of(device).device_id;
         if !(is_here && matches!(device_type, CUDA | CUDA_MANAGED)) {
-            return Err(elsewhere(&location_of(stated), device));
+            return Err(self.elsewhere(&location_of(stated)));
         }
-        let (reader, is_current) = reader(found, device, stream, own)?;
+        let (reader, is_current) = self.reader(found)?;
         let tensor = dlpack::import(&capsule(found, Some(reader.number()))?)?;
         if tensor.device() != stated {
-            return Err(elsewhere(&location_of(tensor.device()), device));
+            return Err(self.elsewhere(&location_of(tensor.device())));
         }
         let array_description = ArrayDescription::of_import(&tensor);
         let keep = if is_current && !must_keep && is_from(found, "torch")? {
@@ -242,13 +242,13 @@ impl<'a> Wanted<'a> {
         found: &Bound<'_, PyAny>,
         interface: &Bound<'_, PyAny>,
     ) -> PyResult<Source> {
-        let (device, stream, own) = (self.device, self.stream, self.own);
+        let device = self.device;
         if !is_cuda(device) {
-            return Err(elsewhere("cuda:0", device));
+            return Err(self.elsewhere("cuda:0"));
         }
         let array_description = ArrayDescription::of_interface(found, interface)?;
-        check_owner(found.py(), &array_description, device)?;
-        let (reader, _) = reader(found, device, stream, own)?;
+        self.check_owner(found.py(), &array_description)?;
+        let (reader, _) = self.reader(found)?;
         let written_on = interface.call_method1("get", ("stream",))?;
         if !written_on.is_none() {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
@@ -276,6 +276,69 @@ impl<'a> Wanted<'a> {
             reader,
             owner,
         })
+    }
+
+    /// The stream to read a GPU's tensor on, and whether it is its framework's current one: the named
+    /// stream, else the framework's current one, else the publisher's own. The tensor's owner makes the
+    /// publisher's stream wait for its work.
+    fn reader(self, found: &Bound<'_, PyAny>) -> PyResult<(Consumer, bool)> {
+        let (py, device) = (found.py(), self.device);
+        let current = if is_from(found, "torch")? {
+            torch_stream(py, device)?
+        } else if is_from(found, "cupy")? {
+            cupy_stream(py, device)?
+        } else {
+            None
+        };
+        let current = current.map(|raw| Consumer::foreign(py, device, raw));
+        let current = current.transpose()?;
+        Ok(match (self.stream, current) {
+            (Some(asked), Some(current)) if asked.stream.raw() == current.stream.raw() => {
+                (current, true)
+            }
+            (Some(asked), _) => (asked.clone(), false),
+            (None, Some(current)) => (current, true),
+            (None, None) => (Consumer::own(self.own), false),
+        })
+    }
+
+    /// Refuses a tensor that an array interface, which names no device, places on another GPU: a kernel
+    /// there does not reach it.
+    fn check_owner(self, py: Python<'_>, array_description: &ArrayDescription) -> PyResult<()> {
+        let device = self.device;
+        if array_description.shape.contains(&0) {
+            return Ok(());
+        }
+        let found = call(py, || device.backend().locate(array_description.address))?;
+        match found.kind {
+            PointerKind::Device | PointerKind::Pool if found.owner != device.info().id => {
+                // Its ordinal, if this process has one. The device is not opened for that.
+                let is_owner = |&ordinal: &u32| {
+                    cuda::device_uuid(ordinal).is_ok_and(|uuid| uuid == found.owner.uuid)
+                };
+                let ordinal = py.detach(|| (0..cuda::device_count().unwrap_or(0)).find(is_owner));
+                let place = ordinal.map_or_else(String::new, |ordinal| format!("cuda:{ordinal}, "));
+                Err(self.elsewhere(&format!("{place}{}", found.owner)))
+            }
+            PointerKind::Unknown => {
+                let at = array_description.address;
+                let said = format!("its array interface gives {at:#x}, where there is no memory");
+                Err(Fault::layout(said).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn elsewhere(self, place: &str) -> PyErr {
+        let device = self.device;
+        let here = if is_cuda(device) {
+            format!("cuda:{}, {}", device.info().ordinal, device.info().id)
+        } else {
+            device.to_string()
+        };
+        let next = "copy it there first, or open the endpoint with device= of the tensor";
+        let said = format!("the tensor lies on {place}, the publisher's memory on {here}; {next}");
+        Fault::Own("WrongDeviceError", said).into()
     }
 }
 
@@ -369,82 +432,12 @@ fn capsule<'py>(found: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bo
     capsule.map_err(|error| in_words(py, "refusal", (found, error)))
 }
 
-/// The stream to read a GPU's tensor on, and whether it is its framework's current one: the named
-/// stream, else the framework's current one, else the publisher's own. The tensor's owner makes the
-/// publisher's stream wait for its work.
-fn reader(
-    found: &Bound<'_, PyAny>,
-    device: &warpipe::Device,
-    stream: Option<&Consumer>,
-    own: &warpipe::Stream,
-) -> PyResult<(Consumer, bool)> {
-    let py = found.py();
-    let current = if is_from(found, "torch")? {
-        torch_stream(py, device)?
-    } else if is_from(found, "cupy")? {
-        cupy_stream(py, device)?
-    } else {
-        None
-    };
-    let current = current.map(|raw| Consumer::foreign(py, device, raw));
-    let current = current.transpose()?;
-    Ok(match (stream, current) {
-        (Some(asked), Some(current)) if asked.stream.raw() == current.stream.raw() => {
-            (current, true)
-        }
-        (Some(asked), _) => (asked.clone(), false),
-        (None, Some(current)) => (current, true),
-        (None, None) => (Consumer::own(own), false),
-    })
-}
-
-/// Refuses a tensor that an array interface, which names no device, places on another GPU than
-/// `device`: a kernel there does not reach it.
-fn check_owner(
-    py: Python<'_>,
-    array_description: &ArrayDescription,
-    device: &warpipe::Device,
-) -> PyResult<()> {
-    if array_description.shape.contains(&0) {
-        return Ok(());
-    }
-    let found = call(py, || device.backend().locate(array_description.address))?;
-    match found.kind {
-        PointerKind::Device | PointerKind::Pool if found.owner != device.info().id => {
-            // Its ordinal, if this process has one. The device is not opened for that.
-            let is_owner = |&ordinal: &u32| {
-                cuda::device_uuid(ordinal).is_ok_and(|uuid| uuid == found.owner.uuid)
-            };
-            let ordinal = py.detach(|| (0..cuda::device_count().unwrap_or(0)).find(is_owner));
-            let place = ordinal.map_or_else(String::new, |ordinal| format!("cuda:{ordinal}, "));
-            Err(elsewhere(&format!("{place}{}", found.owner), device))
-        }
-        PointerKind::Unknown => {
-            let at = array_description.address;
-            let said = format!("its array interface gives {at:#x}, where there is no memory");
-            Err(Fault::layout(said).into())
-        }
-        _ => Ok(()),
-    }
-}
-
 /// Whether the object's class belongs to a package.
 fn is_from(found: &Bound<'_, PyAny>, package: &str) -> PyResult<bool> {
     let module = found.get_type().getattr("__module__")?;
     let module: String = module.extract().unwrap_or_default();
     let root = module.split('.').next().unwrap_or_default();
     Ok(root == package || (package == "jax" && root == "jaxlib"))
-}
-
-fn elsewhere(place: &str, device: &warpipe::Device) -> PyErr {
-    let here = if is_cuda(device) {
-        format!("cuda:{}, {}", device.info().ordinal, device.info().id)
-    } else {
-        device.to_string()
-    };
-    let next = "copy it there first, or open the endpoint with device= of the tensor";
-    let said = format!("the tensor lies on {place}, the publisher's memory on {here}; {next}");
-    Fault::Own("WrongDeviceError", said).into()
 }
 
 /// A DLPack device, for messages.

@@ -213,7 +213,8 @@ impl Consumer {
         if let Some(known) = known(&(ordinal, raw, true)) {
             return Ok(known);
         }
-        let lasting = raw == 0 || torch_owns(py, device, raw)?;
+        let owns = |torch: Arc<torch::Torch>| torch.owns(py, ordinal, raw);
+        let lasting = raw == 0 || torch::found(py)?.map_or(Ok(false), owns)?;
         let key = (ordinal, raw, lasting);
         if let Some(known) = known(&key) {
             return Ok(known);
@@ -471,13 +472,6 @@ pub fn torch_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option
     }
     torch::found(py)?.map_or(Ok(None), |torch| {
         torch.current_stream(py, device.info().ordinal)
-    })
-}
-
-/// Whether a stream is PyTorch's current one and permanent.
-fn torch_owns(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<bool> {
-    torch::found(py)?.map_or(Ok(false), |torch| {
-        torch.owns(py, device.info().ordinal, raw)
     })
 }
 

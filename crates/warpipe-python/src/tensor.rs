@@ -166,11 +166,6 @@ impl Tensor {
             owner: owner.clone(),
         })
     }
-
-    /// These words for its layout, and its device.
-    pub fn described_as(&self, layout: &str) -> String {
-        format!("{layout}, {}", self.owner.device)
-    }
 }
 
 #[pymethods]
@@ -191,18 +186,6 @@ impl Tensor {
     #[getter]
     fn dtype(&self) -> &'static str {
         self.owner.layout.dtype().name()
-    }
-
-    /// The number of dimensions.
-    #[getter]
-    fn ndim(&self) -> usize {
-        self.owner.layout.shape().len()
-    }
-
-    /// The number of elements.
-    #[getter]
-    fn size(&self) -> u64 {
-        self.owner.layout.elements()
     }
 
     /// The size of the elements, in bytes.
@@ -233,10 +216,10 @@ impl Tensor {
         Ok(self.owner.is_released()?)
     }
 
-    /// Its layout and its device, for ``repr``.
+    /// Its layout, for ``repr``.
     #[getter]
-    fn _described(&self) -> String {
-        self.described_as(&format!("{:?}", self.owner.layout))
+    fn _layout(&self) -> String {
+        format!("{:?}", self.owner.layout)
     }
 
     /// What ``numpy()`` makes an array of.
@@ -249,7 +232,7 @@ impl Tensor {
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     fn torch<'py>(slf: &Bound<'py, Tensor>) -> PyResult<Bound<'py, PyAny>> {
-        torch::tensor(slf.py(), &slf.get().owner.memory()?)
+        torch::tensor(slf, &slf.get().owner.memory()?)
     }
 
     /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream;

@@ -4,14 +4,12 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::prelude::*;
-use warpipe::{DType, Layout};
 
 use crate::detached::call;
 use crate::device::Device;
 use crate::errors::Fault;
 use crate::loan::Loan;
 use crate::memory_owner::{DeviceMalloc, OwnedMemory};
-use crate::publisher::Publisher;
 use crate::stream::{Consumer, Stream};
 use crate::view::View;
 use crate::wait::{Seconds, seconds};
@@ -48,22 +46,6 @@ pub fn _slow_fill(
     // this stream.
     call(py, || unsafe {
         warpipe_kernels::slow_fill(stream, memory.lowest, words, seed, delay)
-    })
-}
-
-/// Sends the bytes 0 to ``count`` as a tensor that runs backwards, as a publisher in Rust can.
-#[pyfunction]
-pub fn _send_reversed(
-    py: Python<'_>,
-    publisher: &Bound<'_, Publisher>,
-    count: u8,
-) -> PyResult<u64> {
-    let (inner, bytes) = (publisher.get().inner()?, (0..count).collect::<Vec<u8>>());
-    let last = u64::from(count.saturating_sub(1));
-    let layout =
-        Layout::strided(DType::U8, &[u64::from(count)], &[-1], last).map_err(Fault::from)?;
-    call(py, || {
-        inner.send_slice(&inner.device().stream()?, &layout, &bytes)
     })
 }
 

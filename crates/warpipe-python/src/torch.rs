@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use pyo3::prelude::*;
 
-use crate::array;
 use crate::device::is_cuda;
 use crate::dlpack;
 use crate::memory::Memory;
@@ -120,15 +119,14 @@ impl Torch {
     }
 
     /// As `torch.from_dlpack`, on an object that records the requests.
-    fn ask<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
-        let (memory, versioned) = (memory.clone(), OnceLock::new());
-        let asked = Bound::new(py, Asked { memory, versioned })?;
-        let torch = self.module.bind(py);
-        let tensor = torch.call_method1("from_dlpack", (&asked,))?;
-        if let Some(&versioned) = asked.get().versioned.get() {
+    fn ask<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let arrays = tensor.py().import("warpipe._arrays")?;
+        let asked = arrays.call_method1("ask_torch", (&self.module, tensor))?;
+        let (made, versioned) = asked.extract::<(Bound<'_, PyAny>, Option<bool>)>()?;
+        if let Some(versioned) = versioned {
             let _ = self.versioned.set(versioned);
         }
-        Ok(tensor)
+        Ok(made)
     }
 
     /// As `torch.from_dlpack`, in fewer steps. `None` where `torch.from_dlpack` itself has to be
@@ -153,43 +151,15 @@ impl Torch {
     }
 }
 
-/// A tensor in place, on PyTorch's current stream.
-pub fn tensor<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
+/// A tensor of this package in place, on PyTorch's current stream.
+pub fn tensor<'py>(tensor: &Bound<'py, PyAny>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensor.py();
     let torch = match found(py)? {
         Some(torch) => torch,
         None => Torch::of(py.import("torch")?.as_any())?,
     };
     match torch.import(py, memory)? {
-        Some(tensor) => Ok(tensor),
-        None => torch.ask(py, memory),
-    }
-}
-
-/// Memory of this package that records which capsules are requested.
-#[pyclass(frozen, module = "warpipe")]
-#[derive(Debug)]
-struct Asked {
-    memory: Memory,
-    versioned: OnceLock<bool>,
-}
-
-#[pymethods]
-impl Asked {
-    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(i32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Py<PyAny>> {
-        let _ = self.versioned.set(dlpack::is_versioned(max_version));
-        let memory = &self.memory;
-        array::dlpack(py, memory, stream.as_ref(), max_version, dl_device, copy)
-    }
-
-    fn __dlpack_device__(&self) -> (i32, i32) {
-        dlpack::device_of(&self.memory.device)
+        Some(made) => Ok(made),
+        None => torch.ask(tensor),
     }
 }

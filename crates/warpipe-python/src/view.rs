@@ -7,10 +7,11 @@ use pyo3::PyClass;
 use pyo3::prelude::*;
 use warpipe::{DType, Layout};
 
+use crate::copies::CopyContext;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
-use crate::memory_owner::{COPIES, DEFAULT_TIMEOUT, MemoryOwner, OwnedMemory, Range, await_stream};
+use crate::memory_owner::{DEFAULT_TIMEOUT, MemoryOwner, OwnedMemory, Range, await_stream};
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::tensor::{Held, Holding};
@@ -142,10 +143,10 @@ impl View {
             Some(consumer) => consumer.follow(py)?.clone(),
             None => py.detach(|| owner.stream().cloned())?,
         };
+        let context = CopyContext::of_memory(&self.tensor.device, &own);
         let wanted = Wanted {
-            stream: consumer.as_ref(),
             packed: true,
-            ..Wanted::on(&self.tensor.device, &own)
+            ..context.wanted(consumer.as_ref())
         };
         let source = wanted.find(tensor)?;
         if source.layout != self.tensor.layout {
@@ -159,7 +160,7 @@ impl View {
         // SAFETY: the view's range. The hold keeps it until the streams that it has recorded are
         // past the copy.
         let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest, bytes) };
-        let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
+        let filled_on = context.fill(py, &mut range, source)?;
         owner.admit(py, &Consumer::own(&filled_on))?;
         if is_to_be_awaited {
             return await_stream(py, &filled_on, Some(DEFAULT_TIMEOUT));
@@ -193,9 +194,10 @@ fn check_range(what: &str, offset: u64, bytes: u64, available: u64) -> Result<()
     if end <= u128::from(available) {
         return Ok(());
     }
-    let (found, allowed) = (
+    let allowed = format!("0..{available} of {what:?}");
+    Err(Fault::argument(
+        "range",
         format!("{offset}..{end}"),
-        format!("0..{available} of {what:?}"),
-    );
-    Err(Fault::argument("range", found, allowed))
+        allowed,
+    ))
 }

@@ -1,8 +1,6 @@
 //! Waits that Ctrl-C ends: slices without the interpreter, with a check for signals in between.
 
 use std::cell::RefCell;
-use std::sync::Mutex;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyOverflowError;
@@ -10,9 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyEllipsis;
 use warpipe::{Error, Wait};
 
-use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
-use crate::exclusive::locked;
 use crate::thread_exit::prepare_exit;
 
 /// How long a signal may go unseen.
@@ -32,12 +28,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Seconds {
         prepare_exit();
         match found.extract::<f64>() {
             Err(error) if error.is_instance_of::<PyOverflowError>(found.py()) => {
-                let is_negative = found.lt(0)?;
-                Ok(Seconds(if is_negative {
-                    -f64::INFINITY
-                } else {
-                    f64::INFINITY
-                }))
+                let sign = if found.lt(0)? { -1.0 } else { 1.0 };
+                Ok(Seconds(sign * f64::INFINITY))
             }
             number => number.map(Seconds),
         }
@@ -205,34 +197,6 @@ pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyRes
             Err(interrupt)
         }
     }
-}
-
-/// Runs `call`, which asks other processes for a while that it limits itself, on a thread of its
-/// own, and handles signals meanwhile. A call that is waited for no more ends by itself, and
-/// its result is dropped.
-pub fn on_a_thread<T: Send + 'static>(
-    py: Python<'_>,
-    call: impl FnOnce() -> Result<T, Error> + Send + 'static,
-) -> PyResult<T> {
-    let (hand, taken) = channel();
-    let run = move || drop(hand.send(call().map(DropDetached::new)));
-    std::thread::Builder::new()
-        .name("warpipe-asks".into())
-        .spawn(run)?;
-    // Shared with the closure that runs without the interpreter.
-    let taken = Mutex::new(taken);
-    let come = in_slices(py, None, |slice| {
-        let taken = locked(&taken);
-        match taken.recv_timeout(slice) {
-            Ok(result) => Ok(Some(result?)),
-            Err(RecvTimeoutError::Timeout) => Ok(None),
-            Err(RecvTimeoutError::Disconnected) => {
-                Err(Fault::Own("Error", "the thread that asked has gone".into()))
-            }
-        }
-    })?;
-    let found = come.map(DropDetached::into_inner);
-    Ok(found.ok_or_else(|| late("an answer".into(), None))?)
 }
 
 /// Converts a call's own timeout to `None`, and keeps in `cause` what it waited for, in the library's

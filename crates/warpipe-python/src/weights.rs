@@ -22,8 +22,7 @@ use crate::process::Home;
 use crate::stream::{Consumer, likely};
 use crate::view::View;
 use crate::wait::{
-    Given, Limit, WaitLimit, awaited, hand_over, in_slices, late, none_if_late, on_a_thread,
-    waiting,
+    Given, Limit, WaitLimit, awaited, hand_over, in_slices, late, none_if_late, waiting,
 };
 use crate::weights_publish::{PhaseClock, Phases};
 
@@ -302,40 +301,10 @@ impl SharedWeights {
     }
 
     /// Later versions come in at the addresses of this one: see ``Follower``.
-    ///
-    /// Raises ``ClosedError``.
-    fn follow(slf: Bound<'_, SharedWeights>) -> PyResult<Follower> {
-        let owner: Arc<MemoryOwner> = (**slf.get().handle.get()?).clone();
-        slf.py().detach(|| locked(&open_weights(&owner).0).claim());
-        Ok(Follower {
-            weights: slf.unbind(),
-        })
-    }
-}
-
-/// Weights whose later versions come in at the same addresses: tensors, captured CUDA graphs, compiled
-/// modules and raw pointers that have them stay valid, and read the new version.
-///
-/// ``weights.follow()`` gives it. All objects of the version in this process are of the same memory:
-/// they follow, too.
-#[pyclass(frozen, module = "warpipe.weights", weakref)]
-#[derive(Debug)]
-pub struct Follower {
-    weights: Py<SharedWeights>,
-}
-
-#[pymethods]
-impl Follower {
-    /// The weights, of the version that lies at the addresses now.
-    #[getter]
-    fn weights(&self, py: Python<'_>) -> Py<SharedWeights> {
-        self.weights.clone_ref(py)
-    }
-
-    /// The number of that version.
-    #[getter]
-    fn version(&self) -> u64 {
-        self.weights.get().version()
+    fn _follow(&self, py: Python<'_>) -> PyResult<()> {
+        let owner: Arc<MemoryOwner> = (**self.handle.get()?).clone();
+        py.detach(|| locked(&open_weights(&owner).0).claim());
+        Ok(())
     }
 
     /// What ``update`` gives, and the seconds of each step.
@@ -347,15 +316,14 @@ impl Follower {
         timeout: Limit,
     ) -> PyResult<(Option<u64>, Phases)> {
         let mut clock = PhaseClock::new();
-        let weights = self.weights.get();
-        let owner: Arc<MemoryOwner> = (**weights.handle.get()?).clone();
-        let device = &weights.place.device;
+        let owner: Arc<MemoryOwner> = (**self.handle.get()?).clone();
+        let device = &self.place.device;
         let consumers = match stream {
             Some(stream) => vec![Consumer::from_argument(py, device, stream)?],
             None if is_cuda(device) => likely(py, device)?,
             None => Vec::new(),
         };
-        let goes_on = || weights.handle.get().map(drop);
+        let goes_on = || self.handle.get().map(drop);
         let open = open_weights(&owner);
         let now = open.now();
         let next = waiting(py, None, goes_on, |wait| Ok(now.hold_newer(&wait)))?;
@@ -411,8 +379,7 @@ impl Keeper {
     /// Raises ``ClosedError``.
     #[getter]
     fn version(&self, py: Python<'_>) -> PyResult<Option<u64>> {
-        let keeper = self.handle.get()?;
-        call(py, || Ok(keeper.state()?.version))
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.state()?.version))?)
     }
 
     /// The version that was taken over from another process. It is offered once ``verify`` has
@@ -421,8 +388,7 @@ impl Keeper {
     /// Raises ``ClosedError``.
     #[getter]
     fn candidate(&self, py: Python<'_>) -> PyResult<Option<u64>> {
-        let keeper = self.handle.get()?;
-        call(py, || Ok(keeper.state()?.candidate))
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.state()?.candidate))?)
     }
 }
 
@@ -540,8 +506,7 @@ pub fn _keep_weights(
         allow_gids,
         ..domain.options()
     };
-    let to_keep = name.to_owned();
-    let keeper = on_a_thread(py, move || weights::Keeper::new(&to_keep, options))?;
+    let keeper = call(py, || weights::Keeper::new(name, options))?;
     let unanswered = keeper.state().map_err(Fault::from)?.unanswered;
     let object = |handle| Keeper { handle, unanswered };
     CloseableHandle::object(py, "keeper", name, keeper, object)

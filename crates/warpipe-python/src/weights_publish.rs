@@ -12,14 +12,14 @@ use pyo3::prelude::*;
 use warpipe::weights::{BaseVersion, Hashing, TensorsInPlace, Weights, WeightsBuilder};
 use warpipe::{Error, Layout, Wait};
 
-use crate::copies::refuse_capture;
+use crate::copies::{CopyContext, refuse_capture};
 use crate::detached::{OwnStream, call};
 use crate::device::{Device, is_cuda};
 use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome};
-use crate::in_place::{ZeroCopy, add_in_place};
+use crate::in_place::ZeroCopy;
 use crate::interpreter_exit::LibraryHeld;
-use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range, await_stream};
+use crate::memory_owner::{MemoryOwner, OwnedMemory, Range, await_stream};
 use crate::source::{PlainTorch, Source, SourceOwner, Wanted, in_words};
 use crate::stream::Consumer;
 use crate::view::View;
@@ -97,8 +97,7 @@ pub fn _publish_weights(
     let (domain, device) = place(domain, device)?;
     let own = OwnStream::new(py, &device)?;
     let search = Search {
-        device: &device,
-        own: &own,
+        context: CopyContext::of_memory(&device, &own),
         torch: PlainTorch::of(py, &device)?,
         row_major,
         zero_copy,
@@ -167,9 +166,8 @@ impl Base {
 }
 
 /// How tensors are found and copied.
-struct Search<'a, 'py> {
-    device: &'a warpipe::Device,
-    own: &'a OwnStream,
+struct Search<'py> {
+    context: CopyContext,
     torch: Option<PlainTorch<'py>>,
     row_major: bool,
     zero_copy: ZeroCopy,
@@ -186,7 +184,7 @@ type Copied<'py> = Vec<(usize, Found<'py>)>;
 /// Further names of tensors, and the tensors' places in the list of those that were found.
 type Aliases = Vec<(String, usize)>;
 
-impl<'py> Search<'_, 'py> {
+impl<'py> Search<'py> {
     /// Each tensor once, and the further names of those that have several: with the index of the
     /// tensor.
     fn find_all(
@@ -237,7 +235,7 @@ impl<'py> Search<'_, 'py> {
         let wanted = |packed, lasting| Wanted {
             packed,
             lasting,
-            ..Wanted::on(self.device, self.own)
+            ..self.context.wanted(None)
         };
         let find = |wanted: Wanted<'_>| {
             let plain = self.torch.as_ref();
@@ -264,7 +262,7 @@ impl<'py> Search<'_, 'py> {
         let memory = view.get().tensor.memory()?;
         let layout = memory.layout;
         let is_kept = !self.row_major || layout.is_contiguous();
-        if memory.device.info().id != self.device.info().id
+        if memory.device.info().id != self.context.device.info().id
             || !layout.is_dense()
             || layout.offset() != 0
             || !is_kept
@@ -289,13 +287,15 @@ impl<'py> Search<'_, 'py> {
         found: Vec<Found<'py>>,
     ) -> PyResult<(Lying, Copied<'py>, Vec<String>)> {
         let mut lying = Lying {
-            tensors: TensorsInPlace::new(self.device),
+            tensors: TensorsInPlace::new(&self.context.device),
             numbers: Vec::new(),
         };
         if self.zero_copy == ZeroCopy::No {
             return Ok((lying, found.into_iter().enumerate().collect(), Vec::new()));
         }
         settle_readers(py, found.iter())?;
+        // One value keeps the memory of all tensors allocated: the drop of each of many would wait for
+        // the interpreter.
         let owners = Arc::new(OnceLock::new());
         let lies = |tensor: &Found<'py>| {
             Some((tensor.name.clone(), tensor.source.layout, tensor.address()?))
@@ -304,7 +304,9 @@ impl<'py> Search<'_, 'py> {
         let tensors = &mut lying.tensors;
         let added: Vec<Option<Outcome<()>>> = py.detach(|| {
             let mut add = |(name, layout, address): (String, Layout, u64)| {
-                add_in_place(tensors, &name, layout, address, Owners(owners.clone()))
+                // SAFETY: the owners keep the tensor's memory allocated, and the caller of `publish`
+                // writes it no more, as its documentation says.
+                Ok(unsafe { tensors.add(&name, layout, address, Box::new(owners.clone())) }?)
             };
             todo.into_iter().map(|one| one.map(&mut add)).collect()
         });
@@ -338,7 +340,7 @@ impl<'py> Search<'_, 'py> {
 
     /// The address of a tensor that the device can copy as it is.
     fn lies_whole(&self, tensor: &Found<'py>) -> Option<u64> {
-        let is_reached = tensor.source.reader.is_some() || !is_cuda(self.device);
+        let is_reached = tensor.source.reader.is_some() || !is_cuda(&self.context.device);
         tensor.source.address().filter(|_| is_reached)
     }
 
@@ -369,7 +371,7 @@ impl<'py> Search<'_, 'py> {
             return Err(Fault::from(error).into());
         }
         let owner = MemoryOwner::new(OwnedMemory::Own(memory.clone()));
-        owner.admit(py, &Consumer::own(self.own))?;
+        owner.admit(py, &Consumer::own(&self.context.stream))?;
         for (at, (_, tensor)) in found.into_iter().enumerate() {
             if self.lies_whole(&tensor).is_some() {
                 continue;
@@ -381,10 +383,11 @@ impl<'py> Search<'_, 'py> {
             let lowest = memory.ptr() + builder.offsets()[at];
             // SAFETY: the builder laid the tensor there, and nothing else writes the memory. Its owner
             // keeps it until the streams that it admits are past the copy.
-            let mut range = unsafe { Range::new(self.device, lowest, source.layout.bytes()) };
-            let filled = COPIES.fill(py, &mut range, source, self.own, None);
+            let mut range =
+                unsafe { Range::new(&self.context.device, lowest, source.layout.bytes()) };
+            let filled = self.context.fill(py, &mut range, source);
             let filled_on = filled.map_err(|error| in_words(py, "unpublished", (&name, error)))?;
-            if filled_on.raw() != self.own.raw() {
+            if filled_on.raw() != self.context.stream.raw() {
                 owner.admit(py, &Consumer::own(&filled_on))?;
             }
         }
@@ -410,9 +413,3 @@ fn settle_readers<'a, 'py: 'a>(
     }
     Ok(())
 }
-
-/// What keeps the memory of all tensors allocated: one value, since the drop of each of many would wait
-/// for the interpreter.
-struct Owners(
-    #[allow(dead_code, reason = "held, not used")] Arc<OnceLock<LibraryHeld<Vec<Source>>>>,
-);

@@ -151,10 +151,23 @@ def test_a_mirrored_tensor_that_cannot_be_shared_is_copied_the_right_way_round(l
     np.testing.assert_array_equal(frame.numpy(), IMAGE[::-1])
 
 
-def test_a_frame_that_runs_backwards_is_refused_by_dlpack_and_not_by_numpy(link):
-    """A publisher in Rust may send one."""
+class Backwards:
+    """Memory as another allocator makes it, from its last byte to its first."""
+
+    def __init__(self, device, values):
+        self.plain = _warpipe._allocate_plain(len(values), device)
+        self.plain.write(values)
+
+    def interface(self):
+        address = self.plain.ptr + self.plain.nbytes - 1
+        return {"shape": self.plain.shape, "typestr": "|u1", "data": (address, False), "strides": (-1,), "version": 3}
+
+
+def test_a_frame_that_runs_backwards_is_refused_by_dlpack_and_not_by_numpy(link, device):
     publisher, subscriber = link
-    _warpipe._send_reversed(publisher, 4)
+    protocol = "__cuda_array_interface__" if device.kind == "cuda" else "__array_interface__"
+    tensor = type("Of", (Backwards,), {protocol: property(Backwards.interface)})(device, bytes(range(4)))
+    publisher.send(tensor, zero_copy="require")
     frame = subscriber.receive()
     assert frame.numpy().tolist() == [3, 2, 1, 0]
     assert frame.tobytes() == bytes([3, 2, 1, 0])

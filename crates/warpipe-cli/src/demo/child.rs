@@ -5,9 +5,9 @@ use std::sync::mpsc::{Receiver, channel};
 
 use clap::Args;
 use serde::Serialize;
-use warpipe::{Device, Domain};
+use warpipe::Device;
 
-use crate::device_arg::DeviceArg;
+use crate::args::DemoArgs;
 use crate::output::Output;
 use crate::process;
 
@@ -16,20 +16,13 @@ use crate::process;
 pub struct ChildArgs {
     #[arg(long)]
     pub parent: i32,
-    #[arg(long)]
-    pub device: DeviceArg,
-    #[arg(long)]
-    pub subscribers: usize,
-    #[arg(long)]
-    pub item_bytes: u64,
-    #[arg(long)]
-    pub plant: Option<String>,
+    #[command(flatten)]
+    pub demo: DemoArgs,
 }
 
 /// A child at its start.
 pub struct Child {
     pub device: Device,
-    pub domain: Domain,
     /// Ends when the demo is over.
     pub orders: Receiver<String>,
 }
@@ -38,19 +31,14 @@ impl Child {
     /// Dies with its parent from now on.
     pub fn begin(args: &ChildArgs) -> anyhow::Result<Child> {
         process::follow_parent(args.parent)?;
-        let device = args.device.open()?.device;
+        let device = args.demo.device.open()?.device;
         warpipe_kernels::preload(&device)?;
         let (sender, orders) = channel();
         std::thread::spawn(move || {
             let mut lines = std::io::stdin().lines().map_while(Result::ok);
             lines.try_for_each(|line| sender.send(line))
         });
-        let domain = Domain::from_environment()?;
-        Ok(Child {
-            device,
-            domain,
-            orders,
-        })
+        Ok(Child { device, orders })
     }
 }
 

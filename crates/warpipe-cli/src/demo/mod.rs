@@ -68,11 +68,11 @@ times of the parts about deaths count from the kill.
 
 /// Runs the demo.
 pub fn run(args: &DemoArgs) -> anyhow::Result<Exit> {
-    let interrupt = Interrupt::install()?;
+    let _interrupt = Interrupt::install()?;
     // Opened here to see that it is there, and left to the children.
     let chosen = args.device.open()?;
     let folder = process::private_folder(&std::env::temp_dir(), "warpipe-demo-")?;
-    let mut stage = Stage::new(args, &chosen, &interrupt, folder.path());
+    let mut stage = Stage::new(args, &chosen, folder.path());
     let ending = parts::perform(&mut stage);
     let exit = stage.finish(ending)?;
     folder.close().context("cannot remove the demo's folder")?;

@@ -21,7 +21,7 @@ pub fn perform(stage: &mut Stage) -> anyhow::Result<()> {
     if stage.is_mps {
         stage.line(MPS_NOTE)?;
     }
-    stage.start_publisher()?;
+    stage.publisher = stage.start("demo-publisher", "publisher")?;
     for _ in 0..stage.args.subscribers {
         stage.start_subscriber()?;
     }
@@ -54,14 +54,14 @@ fn latency(stage: &mut Stage) -> anyhow::Result<Value> {
     let how = format!("filled, sent, received, checked; {items} items of {size}");
     let text = format!("   hand-over   p50 {p50}   p99 {p99}   ({how})");
     stage.line(text)?;
-    let [p50_us, p99_us] = ns.map(|ns| ns as f64 / 1e3);
-    Ok(json!({ "event": "latency", "p50_us": p50_us, "p99_us": p99_us }))
+    let us = ns.map(|ns| ns as f64 / 1e3);
+    Ok(json!({ "event": "latency", "p50_us": us[0], "p99_us": us[1] }))
 }
 
 /// Large tensors to all subscribers, as fast as they are taken.
 fn throughput(stage: &mut Stage) -> anyhow::Result<Value> {
     let subscribers = counted(stage.subscribers.len(), "subscriber", "subscribers");
-    let size = bytes(stage.item_bytes());
+    let size = bytes(stage.args.item_bytes());
     let title = format!("2  throughput: tensors of {size} to {subscribers}");
     heading(stage, &title)?;
     let (before, begun_ns) = (stage.total("verified"), clock::now_ns());
@@ -77,7 +77,7 @@ fn throughput(stage: &mut Stage) -> anyhow::Result<Value> {
     let detail = format!("{wrong} items held wrong words, or came out of order");
     stage.claim("every subscriber verified every tensor", wrong == 0, detail);
     let seconds = last_ns.saturating_sub(begun_ns) as f64 / 1e9;
-    let rate = (verified * stage.item_bytes()) as f64 / seconds / 1e9;
+    let rate = (verified * stage.args.item_bytes()) as f64 / seconds / 1e9;
     let how = "(bytes x subscribers / time), no byte copied";
     stage.line(format_args!("   {rate:.2} GB/s made visible {how}"))?;
     let (tensors, where_to) = (count(verified), "every word, on the device");
@@ -139,10 +139,8 @@ fn verified_until(
     let mut all = Vec::new();
     for &(id, before) in others {
         stage.wait_until(id, "last_ns", |last_ns| last_ns >= until_ns)?;
-        let (verified, gaps) = (
-            stage.number(id, "verified") - before,
-            stage.number(id, "gaps"),
-        );
+        let verified = stage.number(id, "verified") - before;
+        let gaps = stage.number(id, "gaps");
         let (role, items) = (stage.role(id), counted(verified as usize, "item", "items"));
         let how = match gaps {
             0 => "went on without a gap",
@@ -194,7 +192,7 @@ fn publisher_death(stage: &mut Stage) -> anyhow::Result<Value> {
     }
     stage.reap(victim)?;
     let started_ns = clock::now_ns();
-    stage.start_publisher()?;
+    stage.publisher = stage.start("demo-publisher", "publisher")?;
     let started = stage.pid(stage.publisher);
     let text = format!("a new publisher is started (process {started})");
     let started_ms = stage.moment(started_ns, text)?;
@@ -232,7 +230,7 @@ fn end(stage: &mut Stage) -> anyhow::Result<()> {
     let detail = format!("{wrong} items held wrong words, {gaps} came out of order");
     let claim = "every item was right, and came in its turn";
     stage.claim(claim, wrong + gaps == 0, detail);
-    if stage.args.plant.as_deref() == Some("leftover") {
+    if stage.args.has_plant("leftover") {
         std::fs::write(stage.domain.join("planted"), "")?;
     }
     let left = std::fs::read_dir(&stage.domain)?.collect::<Result<Vec<_>, _>>()?;

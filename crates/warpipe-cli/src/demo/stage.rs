@@ -17,7 +17,7 @@ use crate::args::DemoArgs;
 use crate::device_arg::{ChosenDevice, DeviceArg};
 use crate::doctor::system::mps_answers;
 use crate::exit::{self, Exit};
-use crate::interrupt::{Interrupt, LOOK};
+use crate::interrupt::{self, LOOK};
 use crate::output::{Output, Style, count, duration, styled};
 use crate::process::{self, Reaped};
 
@@ -52,7 +52,6 @@ pub struct Stage<'a> {
     pub chosen: &'a ChosenDevice,
     pub is_mps: bool,
     pub output: Output,
-    interrupt: &'a Interrupt,
     pub domain: PathBuf,
     processes: Vec<Process>,
     /// The publisher and the subscribers that are now.
@@ -71,19 +70,13 @@ pub struct Stage<'a> {
 
 impl<'a> Stage<'a> {
     /// Nothing has been started.
-    pub fn new(
-        args: &'a DemoArgs,
-        chosen: &'a ChosenDevice,
-        interrupt: &'a Interrupt,
-        folder: &Path,
-    ) -> Stage<'a> {
+    pub fn new(args: &'a DemoArgs, chosen: &'a ChosenDevice, folder: &Path) -> Stage<'a> {
         let (sender, reports) = channel();
         Stage {
             args,
             chosen,
             is_mps: chosen.device.info().id.kind == DeviceKind::Cuda && mps_answers(),
             output: Output::new(args.json),
-            interrupt,
             domain: folder.join("domain"),
             processes: Vec::new(),
             publisher: 0,
@@ -97,21 +90,10 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// The size of each tensor.
-    pub fn item_bytes(&self) -> u64 {
-        self.args.megabytes << 20
-    }
-
     /// Whether processes are killed in the middle of work of the device. Under MPS that would end
     /// all others.
     pub fn is_busy(&self) -> bool {
         !self.is_mps && !self.args.idle
-    }
-
-    /// Starts a publisher, which waits for all subscribers.
-    pub fn start_publisher(&mut self) -> anyhow::Result<()> {
-        self.publisher = self.start("demo-publisher", "publisher")?;
-        Ok(())
     }
 
     /// Starts one more subscriber.
@@ -123,11 +105,11 @@ impl<'a> Stage<'a> {
     }
 
     /// Starts this program again, in the demo's domain.
-    fn start(&mut self, command: &str, role: &str) -> anyhow::Result<Id> {
+    pub fn start(&mut self, command: &str, role: &str) -> anyhow::Result<Id> {
         let mut child = process::child_of_this(command)
             .arg(format!("--device={}", DeviceArg::of(&self.chosen.device)))
             .arg(format!("--subscribers={}", self.args.subscribers))
-            .arg(format!("--item-bytes={}", self.item_bytes()))
+            .arg(format!("--megabytes={}", self.args.megabytes))
             .args(self.args.plant.iter().map(|it| format!("--plant={it}")))
             .env("WARPIPE_DOMAIN", &self.domain)
             .stdin(Stdio::piped())
@@ -230,7 +212,7 @@ impl<'a> Stage<'a> {
     ) -> anyhow::Result<u64> {
         let deadline = Instant::now() + 2 * PATIENCE + self.args.seconds;
         while !is_it(self.number(id, fact)) {
-            if self.interrupt.came() {
+            if interrupt::came() {
                 return Err(io::Error::from(io::ErrorKind::Interrupted).into());
             }
             let (role, is_late) = (&self.processes[id].role, Instant::now() > deadline);
@@ -256,8 +238,8 @@ impl<'a> Stage<'a> {
 
     /// The sum of a count over all subscribers that there were.
     pub fn total(&self, count: &str) -> u64 {
-        let ids = 0..self.processes.len();
-        ids.map(|id| self.number(id, count)).sum()
+        let all = 0..self.processes.len();
+        all.map(|id| self.number(id, count)).sum()
     }
 
     /// Records a claim, and `detail` for the case that it does not hold.
@@ -317,7 +299,7 @@ impl<'a> Stage<'a> {
         let figures = json!({
             "ok": ok, "interrupted": interrupted, "failures": failures, "claims": self.claims,
             "device": self.chosen.device.to_string(), "why": self.chosen.why, "mps": self.is_mps,
-            "subscribers": self.args.subscribers, "item_bytes": self.item_bytes(),
+            "subscribers": self.args.subscribers, "item_bytes": self.args.item_bytes(),
             "seconds": self.started.elapsed().as_secs_f64(), "verified": self.total("verified"),
             "wrong": self.total("wrong"), "gaps": self.total("gaps"), "lost": self.total("lost"),
         });

@@ -12,7 +12,8 @@ use serde::Serialize;
 use serde_json::json;
 use warpipe::backend::StreamOp;
 use warpipe::{
-    Error, Loss, OptionalExtension, Receipt, Sample, Stream, Subscriber, SubscriberOptions, clock,
+    Domain, Error, Loss, OptionalExtension, Receipt, Sample, Stream, Subscriber, SubscriberOptions,
+    clock,
 };
 
 use super::child::{Child, ChildArgs, tell};
@@ -34,7 +35,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     let child = Child::begin(args)?;
     let options = SubscriberOptions {
         reconnect: true,
-        ..child.domain.on(&child.device)
+        ..Domain::from_environment()?.on(&child.device)
     };
     let subscriber = Subscriber::open(ENDPOINT, options, PATIENCE)?;
     tell(json!({ "ready": 1 }))?;
@@ -116,12 +117,10 @@ impl Subscribing {
     /// Takes two items, keeps them, and receives nothing more: with work on the device that does not
     /// end, or none. It is to be killed.
     fn hold(&mut self, busy: bool) -> anyhow::Result<()> {
-        let (mut held, mut numbers) = (Vec::new(), Vec::new());
-        while held.len() < HELD {
-            let sample = self.subscriber.receive(&self.stream, PATIENCE)?;
-            numbers.push(words(&sample)?[0]);
-            held.push(sample);
-        }
+        let receive = |_| self.subscriber.receive(&self.stream, PATIENCE);
+        let held: Vec<Sample> = (0..HELD).map(receive).collect::<Result<_, _>>()?;
+        let numbers = held.iter().map(|sample| Ok(words(sample)?[0]));
+        let numbers: Vec<u64> = numbers.collect::<anyhow::Result<_>>()?;
         match busy {
             true => warpipe_kernels::spin(&self.stream, WORK)?,
             false => self.stream.synchronize(PATIENCE)?,
@@ -170,10 +169,9 @@ impl Subscribing {
 
     /// Counts the items that the device has checked; each check is waited for so long.
     fn conclude(&mut self, limit: Duration) -> anyhow::Result<()> {
-        while let Some(check) = self.checks.front() {
-            if !self.page.word(DONE).wait(check.turn, limit, true) {
-                break;
-            }
+        while let Some(check) = self.checks.front()
+            && self.page.word(DONE).wait(check.turn, limit, true)
+        {
             let at_ns = clock::now_ns();
             if let Some(check) = self.checks.pop_front() {
                 self.count(check, at_ns)?;
@@ -204,8 +202,7 @@ impl Subscribing {
         if number > WARM_UP && self.latencies.len() < MEASURED as usize {
             self.latencies.push(latency_ns);
             self.latencies.sort_unstable();
-            let count = self.latencies.len();
-            let ns = |percent| self.latencies[count * percent / 100];
+            let ns = |percent| self.latencies[self.latencies.len() * percent / 100];
             (self.facts.p50_ns, self.facts.p99_ns) = (ns(50), ns(99));
         }
     }

@@ -100,11 +100,11 @@ class Received(NamedTuple):
     token: Token
     key: object
     live: Callable[[], Any]
-    watch: Any
+    watch: Callable[[], None]
 
     def check(self) -> None:
         try:
-            self.watch.check()
+            self.watch()
         except PeerGoneError as error:
             said = "its memory went with the process; keep the sender running, or let it use expandable segments"
             raise _told(error, self.token, "cannot be used any more", said) from error

@@ -29,6 +29,25 @@ def numpy(self: _warpipe._Tensor) -> Any:
     return array if array.dtype == element else array.view(element)
 
 
+class _Asked:
+    """A tensor that records which capsules are requested."""
+
+    versioned: bool | None = None
+
+    def __init__(self, tensor: _warpipe._Tensor) -> None:
+        self.tensor, self.__dlpack_device__ = tensor, tensor.__dlpack_device__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self.versioned = (options.get("max_version") or (0, 0))[0] >= 1
+        return self.tensor.__dlpack__(**options)
+
+
+def ask_torch(torch: Any, tensor: _warpipe._Tensor) -> tuple[Any, bool | None]:
+    """PyTorch's tensor in the same memory, and whether it has asked for a capsule that has a version."""
+    asked = _Asked(tensor)
+    return torch.from_dlpack(asked), asked.versioned
+
+
 def cupy(self: _warpipe._Tensor) -> Any:
     """A CuPy array in place; CuPy's current stream waits for the data. Work that this stream is given from then on
     comes before the memory is handed on, or goes back.
@@ -70,7 +89,7 @@ def as_array(self: _warpipe._Tensor, dtype: Any = None, copy: bool | None = None
 
 def set_item(self: _warpipe.Loan, key: Any, value: Any) -> None:
     if isinstance(key, str):
-        self._fill_part(key, value)
+        self._fill(key, value)
         return
     if not _is_of_gpu(self):
         numpy(self)[key] = value

@@ -56,24 +56,24 @@ class _Callbacks:
     def _call(self, future: _Future, callbacks: list[_Callback]) -> None:
         # A callback may fork: the others are its parent's.
         while callbacks and self._is_here():
-            running = _warpipe._Running.begin()
-            if running is None:
+            if not _warpipe._run(lambda: self._call_first(future, callbacks)):
                 # The program ends, and waits for none that has not begun.
                 return
-            callback = callbacks.pop(0)
-            try:
-                callback(future)
-            except Exception:
-                _log.exception("a callback of %r raised", future)
-            except BaseException:
-                # Ctrl-C, or an exit, ends what this thread does. The thread of callbacks has the rest.
-                if callbacks and self._is_here():
-                    with self._lock:
-                        self._waiting[future] = callbacks + self._waiting.get(future, [])
-                        self._rouse()
-                raise
-            finally:
-                running.end()
+
+    def _call_first(self, future: _Future, callbacks: list[_Callback]) -> bool:
+        callback = callbacks.pop(0)
+        try:
+            callback(future)
+        except Exception:
+            _log.exception("a callback of %r raised", future)
+        except BaseException:
+            # Ctrl-C, or an exit, ends what this thread does. The thread of callbacks has the rest.
+            if callbacks and self._is_here():
+                with self._lock:
+                    self._waiting[future] = callbacks + self._waiting.get(future, [])
+                    self._rouse()
+            raise
+        return True
 
     def _is_here(self) -> bool:
         return self._process == os.getpid()

@@ -1,13 +1,45 @@
-"""What watches of members can do beside the native half: wait in an event loop."""
+"""What watches of members can do beside the native half: begin so that Ctrl-C ends it, and wait in an event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 from . import _warpipe
 from ._errors import ClosedError
 from ._loop import rung_of
+
+
+def apart(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a call that asks other processes for a while on a thread of its own, and lets Ctrl-C end the wait. A call that is
+    waited for no more ends by itself, and what it gives is dropped."""
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call(*arguments))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="warpipe-asks", daemon=True).start()
+    try:
+        return found.result()
+    finally:
+        # An error's traceback has this frame.
+        del found
+
+
+def watch(domain: Any = None, *, on: Callable[[Any], object] | None = None, clean: bool = True) -> Any:
+    """Begins to watch, and waits until all present members have answered. ``on`` is called with
+    each ``Change``, in order, on a thread of its own; without it ``changes`` or iteration gives
+    the changes. Present members come first, as ``"joined"``. ``clean``: remove the endpoints
+    that dead members leave in the domain.
+
+    Raises ``DomainError``, ``SystemCallError``.
+    """
+    return apart(_warpipe.Members._watch, domain, on, clean)
 
 
 def changes(self: Any, timeout: float | None = 10.0) -> Any:
@@ -39,6 +71,7 @@ async def next_change(self: Any) -> Any:
 def _complete() -> None:
     """Gives the native class these methods."""
     members: Any = _warpipe.Members
+    members.watch = staticmethod(watch)
     members.changes, members.changes_async, members.__anext__ = changes, changes_async, next_change
     members.__iter__ = members.__aiter__ = lambda self: self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Never
 
 from . import _warpipe
@@ -11,11 +12,10 @@ def _repr(*fields: str) -> Any:
     """By name, layout and device, as far as the object has them, and by these attributes."""
 
     def told(self: Any) -> str:
-        named = self.weights if isinstance(self, _warpipe.Follower) else self
-        name = next((found for one in ("name", "queue", "service", "_name") if (found := getattr(named, one, None))), None)
+        name = next((found for one in ("name", "queue", "service", "_name") if (found := getattr(self, one, None))), None)
         words = [] if name is None else [f'"{name}"']
         if isinstance(self, _warpipe._Tensor):
-            words = [self._described]
+            words = [self._layout, self.device.name]
         elif isinstance(device := getattr(self, "device", None), _warpipe.Device):
             words.append(device.name)
         words += [f"{field}={getattr(self, field)!r}" for field in fields]
@@ -26,7 +26,6 @@ def _repr(*fields: str) -> Any:
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     _warpipe.Closeable: (),
-    _warpipe.Follower: ("version",),
     _warpipe.JobResult: ("job", "attempt", "worker_pid"),
     _warpipe.KernelRing: ("is_producer",),
     _warpipe.Lease: ("job", "attempt"),
@@ -40,7 +39,6 @@ _FIELDS: dict[type, tuple[str, ...]] = {
 
 _NEXT: dict[type, str] = {
     _warpipe.Closeable: "open it in the other process, by its name",
-    _warpipe.Follower: "follow them in the other process: `warpipe.weights.open(name).follow()`",
     _warpipe.Keeper: "keep the name in one process",
     _warpipe.PublishedWeights: "send its name and version, and open the weights there",
     _warpipe.SharedWeights: "open them in the other process: `warpipe.weights.open(name)`",
@@ -61,6 +59,41 @@ _WORDS: dict[type, Any] = {
 }
 
 
+# Properties, in the order of the object's ``_facts``.
+_FACTS: dict[type, dict[str, str]] = {
+    _warpipe.Device: {
+        "kind": '``"cuda"`` or ``"host"``.',
+        "ordinal": "The device's number in this process (0 for the host), as ``CUDA_VISIBLE_DEVICES`` leaves it.",
+        "name": "For display: the GPU's product name, or ``host``.",
+        "uuid": "The identity that is the same in every process: ``GPU-...`` or ``host``.",
+        "memory_bytes": "Total memory in bytes.",
+    },
+    _warpipe.LegacyHandle: {
+        "nbytes": "The range's length in bytes.",
+        "offset": "The offset of the range in its allocation, in bytes.",
+        "allocation_nbytes": "The length of the allocation. A process that opens the handle can access all of it.",
+        "device": "The device that owns the memory: its ``Device.uuid``.",
+        "pid": "The exporter's process id, in its own PID namespace.",
+    },
+    _warpipe.Ticket: {
+        "domain": "The domain's directory.",
+        "name": "The endpoint's name.",
+        "kind": 'The kind of the endpoint: ``"memory"`` or ``"pool"``.',
+        "device": "The device that the memory is on (its ``Device.uuid``), or None if unknown.",
+        "nbytes": "Its length, or None if unknown.",
+    },
+}
+
+
+def _fact(at: int, doc: str) -> property:
+    return property(lambda self: self._facts[at], doc=doc)
+
+
+def _open_event(self: _warpipe.EventHandle, *, device: Any = None, domain: Any = None) -> _warpipe.Event:
+    """Opens the event: see ``Event.open``."""
+    return _warpipe.Event.open(self, device=device, domain=domain)
+
+
 def _no_pickle(step: str) -> Any:
     def refused(self: Any) -> Never:
         raise TypeError(f"a {type(self).__name__} belongs to its process and cannot be pickled; {step}")
@@ -75,6 +108,12 @@ def _complete() -> None:
         one.__repr__ = _repr(*fields)
     for one, words in _WORDS.items():
         one.__repr__ = words
+    for one, facts in _FACTS.items():
+        for at, (name, doc) in enumerate(facts.items()):
+            setattr(one, name, _fact(at, doc))
+    one = _warpipe._Tensor
+    one.ndim = property(lambda self: len(self.shape), doc="The number of dimensions.")
+    one.size = property(lambda self: math.prod(self.shape), doc="The number of elements.")
     for one, step in _NEXT.items():
         one.__reduce__ = _no_pickle(step)
     for one in (_warpipe.EventHandle, _warpipe.LegacyHandle, _warpipe.Ticket):
@@ -83,6 +122,7 @@ def _complete() -> None:
     one.__getnewargs_ex__ = lambda self: ((self.path,), {} if self._owner is None else {"owner": self._owner})
     one = _warpipe.EventHandle
     one.__hash__ = lambda self: hash(str(self))
+    one.open = _open_event
 
 
 _complete()

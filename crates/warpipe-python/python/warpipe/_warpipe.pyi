@@ -31,6 +31,7 @@ from ._tuples import (
     QueueState,
     SubscriberInfo,
 )
+from .weights import Follower
 
 __version__: Final[str]
 _DTYPES: Final[list[tuple[str, int]]]
@@ -62,6 +63,8 @@ class Device:
     Raises ``DeviceError`` when there is no such device.
     """
     def __new__(cls, device: _DeviceLike | None = None, /) -> Self: ...
+    @property
+    def _facts(self) -> Sequence[Any]: ...
     @property
     def kind(self) -> Literal["cuda", "host"]:
         """``"cuda"`` or ``"host"``."""
@@ -195,7 +198,7 @@ class _Tensor:
         block.
         """
     @property
-    def _described(self) -> str: ...
+    def _layout(self) -> str: ...
     def _host_view(self) -> Any: ...
     def numpy(self) -> Any:
         """A NumPy array: in place for host memory, and read only where the memory is; a copy of GPU memory, except for a
@@ -455,7 +458,7 @@ class Loan(_Tensor):
         Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
         """
     def _part(self, name: str) -> Part: ...
-    def _fill_part(self, name: str, tensor: Any) -> None: ...
+    def _fill(self, name: str | None, tensor: Any) -> None: ...
     def __getitem__(self, key: Any, /) -> Any: ...
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
     def __exit__(
@@ -762,19 +765,6 @@ class Results:
     def _timeout(self) -> float | None: ...
 
 @final
-class _Running:
-    """A callback that Python calls for the library: the end of the program waits for it. Its thread
-    holds the interpreter when it begins and ends.
-    """
-    @staticmethod
-    def begin() -> _Running | None:
-        """None once the program ends: then no callback begins."""
-    @staticmethod
-    def call(function: Callable[[Any], object], argument: Any) -> None:
-        """Calls a function, unless the program ends. An exception goes to ``sys.unraisablehook``."""
-    def end(self) -> None: ...
-
-@final
 class _Watch:
     """The descriptor of a queue for event loops."""
     def fileno(self) -> int: ...
@@ -879,6 +869,12 @@ def _end() -> None:
     """``atexit`` calls this: closes all open endpoints, and waits for running callbacks."""
 def _has_open() -> bool:
     """Whether an endpoint is open in this process."""
+def _run(function: Callable[[], object]) -> Any:
+    """Calls a function for the library, and the end of the program waits for it; what it gives, or None
+    once the program ends: then no callback begins.
+    """
+def _call(function: Callable[[Any], object], argument: Any) -> None:
+    """Calls a function, unless the program ends. An exception goes to ``sys.unraisablehook``."""
 def _seconds(timeout: float | None) -> float | None:
     """The limit of a wait as a float; an error unless it is one."""
 def _run_command(arguments: Sequence[str], executable: str) -> int:
@@ -897,8 +893,6 @@ def _slow_fill(loan: Loan, stream: Stream, seed: int, delay: float) -> None:
 
 def _pattern(seed: int, index: int) -> int:
     """Word ``index`` of the pattern of ``seed``."""
-def _send_reversed(publisher: Publisher, count: int) -> int:
-    """Sends the bytes 0 to ``count`` as a tensor that runs backwards, as a publisher in Rust can."""
 
 def _preload(stream: Stream) -> None:
     """Loads the kernels of these tests, so that no later launch loads them behind a stream that waits."""
@@ -1351,6 +1345,10 @@ class Members(Closeable):
 
         Raises ``DomainError``, ``SystemCallError``.
         """
+    @staticmethod
+    def _watch(
+        domain: _DomainLike | None, on: Callable[[Change], object] | None, clean: bool
+    ) -> Members: ...
     def list(self) -> _list:
         """All present members, sorted by name, with the endpoints of each one's process.
 
@@ -1572,6 +1570,8 @@ class Ticket:
         Raises ``SystemCallError``.
         """
     @property
+    def _facts(self) -> Sequence[Any]: ...
+    @property
     def domain(self) -> pathlib.Path:
         """The domain's directory."""
     @property
@@ -1624,6 +1624,8 @@ class LegacyHandle:
 
         Raises ``PeerGoneError``, ``HandleError``, ``DeviceError``.
         """
+    @property
+    def _facts(self) -> Sequence[Any]: ...
     @property
     def nbytes(self) -> int:
         """The range's length in bytes."""
@@ -1828,14 +1830,10 @@ class _OpenAllocation(View):
     """Memory of another process's library: a ``View`` of its bytes, released there when the last array
     of it is dropped and their streams are past their work.
     """
-    def watch(self) -> _AllocationWatch:
-        """Tells of this memory, and does not hold it."""
-
-@final
-class _AllocationWatch:
-    """Tells of an ``_OpenAllocation``, and does not hold it."""
-    def check(self) -> None:
-        """Raises ``PeerGoneError`` if the memory went with its owner."""
+    def watch(self) -> Callable[[], None]:
+        """A check of this memory, which does not hold it: raises ``PeerGoneError`` if the memory went with
+        its owner.
+        """
 
 @final
 class SharedWeights(_Named):
@@ -1923,35 +1921,7 @@ class SharedWeights(_Named):
 
         Raises ``ClosedError``.
         """
-    def __reduce__(self) -> Never: ...
-
-@final
-class Follower:
-    """Weights whose later versions come in at the same addresses: tensors, captured CUDA graphs, compiled
-    modules and raw pointers that have them stay valid, and read the new version.
-
-    ``weights.follow()`` gives it. All objects of the version in this process are of the same memory:
-    they follow, too.
-    """
-    @property
-    def weights(self) -> SharedWeights:
-        """The weights, of the version that lies at the addresses now."""
-    @property
-    def version(self) -> int:
-        """The number of that version."""
-    def update(self, stream: _StreamLike | None = None, *, timeout: float | None = 10.0) -> int | None:
-        """Takes the newest version, if there is a later one now, at the same addresses; returns its number, or None if there
-        is none, also while the name has no keeper. Between steps of an engine, call it with the stream of its work.
-
-        It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream`` (None: the current streams
-        of PyTorch and CuPy) was given, and the streams on which tensors of the weights were made. Later work reads the new
-        version. Work on any other stream may not touch the weights meanwhile: for a moment the addresses have no memory. The
-        new version is taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
-
-        Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or offsets, before anything is
-        changed; ``TimeoutError`` when the work is not done in time, or when other weights that this process has open share
-        memory that has to change; ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
-        """
+    def _follow(self) -> None: ...
     def _update(
         self, stream: _StreamLike | None = None, timeout: float | None = 10.0
     ) -> tuple[int | None, list[tuple[str, float]]]: ...

@@ -98,7 +98,7 @@ def _call(board: _Board, place: _Place, watch: weakref.ref[Watch]) -> None:
             return
         if weights is not None:
             after = weights.version
-            _warpipe._Running.call(one._on, weights)
+            _warpipe._call(one._on, weights)
         del one, weights
 
 

@@ -25,8 +25,10 @@ from typing import Any
 from . import _warpipe
 from ._attach import _giving, _tensors, attach, copy_into
 from ._errors import ArgumentError, CopyWarning, NotATensorError
+from ._members import apart
+from ._objects import _no_pickle
 from ._tensors import IN_PLACE, is_lazy, like
-from ._warpipe import Follower, Keeper, PublishedWeights, SharedWeights
+from ._warpipe import Keeper, PublishedWeights, SharedWeights
 from ._watch import Watch
 
 __all__ = [
@@ -251,7 +253,8 @@ def keep(
 
     Raises ``NameTakenError``, ``InvalidNameError``, ``ForeignFileError``, ``DomainError``.
     """
-    return _warpipe._keep_weights(name, domain, list(allow_uids), list(allow_gids))
+    kept: Keeper = apart(_warpipe._keep_weights, name, domain, list(allow_uids), list(allow_gids))
+    return kept
 
 
 def verify(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> int:
@@ -316,29 +319,62 @@ def _given_metadata(self: SharedWeights) -> Any:
     return json.loads(text) if text else None
 
 
-def _update(self: Follower, stream: Any = None, *, timeout: float | None = 10.0) -> int | None:
-    """Takes the newest version, if there is a later one now, at the same addresses; returns its number, or None if there
-    is none, also while the name has no keeper. Between steps of an engine, call it with the stream of its work.
+class Follower:
+    """Weights whose later versions come in at the same addresses: tensors, captured CUDA graphs, compiled
+    modules and raw pointers that have them stay valid, and read the new version.
 
-    It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream`` (None: the current streams
-    of PyTorch and CuPy) was given, and the streams on which tensors of the weights were made. Later work reads the new
-    version. Work on any other stream may not touch the weights meanwhile: for a moment the addresses have no memory. The
-    new version is taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
-
-    Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or offsets, before anything is
-    changed; ``TimeoutError`` when the work is not done in time, or when other weights that this process has open share
-    memory that has to change; ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
+    ``weights.follow()`` gives it. All objects of the version in this process are of the same memory:
+    they follow, too.
     """
-    version: int | None = self._update(stream, timeout)[0]
-    return version
+
+    def __init__(self, weights: SharedWeights) -> None:
+        weights._follow()
+        self._weights = weights
+
+    @property
+    def weights(self) -> SharedWeights:
+        """The weights, of the version that lies at the addresses now."""
+        return self._weights
+
+    @property
+    def version(self) -> int:
+        """The number of that version."""
+        return self._weights.version
+
+    def update(self, stream: Any = None, *, timeout: float | None = 10.0) -> int | None:
+        """Takes the newest version, if there is a later one now, at the same addresses; returns its number, or None if there
+        is none, also while the name has no keeper. Between steps of an engine, call it with the stream of its work.
+
+        It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream`` (None: the current streams
+        of PyTorch and CuPy) was given, and the streams on which tensors of the weights were made. Later work reads the new
+        version. Work on any other stream may not touch the weights meanwhile: for a moment the addresses have no memory. The
+        new version is taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
+
+        Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or offsets, before anything is
+        changed; ``TimeoutError`` when the work is not done in time, or when other weights that this process has open share
+        memory that has to change; ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
+        """
+        version: int | None = self.weights._update(stream, timeout)[0]
+        return version
+
+    def __repr__(self) -> str:
+        return f'Follower("{self._weights.name}", version={self.version})'
+
+    __reduce__ = _no_pickle("follow them in the other process: `warpipe.weights.open(name).follow()`")
+
+
+def _follow(self: SharedWeights) -> Follower:
+    """Later versions come in at the addresses of this one: see ``Follower``.
+
+    Raises ``ClosedError``.
+    """
+    return Follower(self)
 
 
 def _complete() -> None:
     """Makes open weights a mapping."""
-    follower: Any = Follower
-    follower.update = _update
     weights: Any = SharedWeights
-    weights.values, weights.items, weights.get = _values, _items, _get
+    weights.values, weights.items, weights.get, weights.follow = _values, _items, _get, _follow
     weights.__iter__ = lambda self: iter(self.keys())
     weights.metadata = property(_given_metadata)
 

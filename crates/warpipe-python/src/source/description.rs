@@ -103,10 +103,8 @@ fn whole_elements(bytes: &[i64], shape: &[u64], dtype: DType) -> PyResult<Vec<i6
     let is_stepped = |(stride, &length): (&i64, &u64)| stride % width != 0 && length > 1;
     let whole = shape.contains(&0) || !bytes.iter().zip(shape).any(is_stepped);
     if !whole {
-        return Err(Fault::layout(format!(
-            "strides of {bytes:?} bytes and elements of {width}; copy it first"
-        ))
-        .into());
+        let said = format!("strides of {bytes:?} bytes and elements of {width}; copy it first");
+        return Err(Fault::layout(said).into());
     }
     Ok(bytes.iter().map(|stride| stride / width).collect())
 }
