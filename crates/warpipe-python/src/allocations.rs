@@ -176,8 +176,8 @@ pub struct OpenAllocation;
 
 #[pymethods]
 impl OpenAllocation {
-    /// A check of this memory, which does not hold it: raises ``PeerGoneError`` if the memory went with
-    /// its owner.
+    /// A check of this memory, which does not hold it: raises ``PeerGoneError`` if the memory went
+    /// with its owner.
     fn watch<'py>(slf: &Bound<'py, OpenAllocation>) -> PyResult<Bound<'py, PyCFunction>> {
         let (home, owner) = (Home::here(), slf.as_super().get().owner()?);
         let owner = Arc::downgrade(&owner);

@@ -150,9 +150,9 @@ extern "C" fn sweep_later(_: *mut c_void) -> c_int {
 }
 
 impl CopyContext {
-    /// Enqueues the copy of `source` into `into`, which has the same length; on its own stream if the
-    /// source is on the host. Returns the stream of the copy. Waits, within its limit, only if too many
-    /// copies are pending.
+    /// Enqueues the copy of `source` into `into`, which has the same length; on its own stream if
+    /// the source is on the host. Returns the stream of the copy. Waits, within its limit, only if
+    /// too many copies are pending.
     ///
     /// If the source overlaps the target, it is read before the target is written, through other
     /// memory.

@@ -52,8 +52,8 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Wraps a sample, with other metadata than the channel delivered if there is such. `patience` is
-    /// how long the CPU waits for its data.
+    /// Wraps a sample, with other metadata than the channel delivered if there is such. `patience`
+    /// is how long the CPU waits for its data.
     pub fn new(
         sample: warpipe::Sample,
         metadata: Option<Vec<u8>>,

@@ -216,8 +216,8 @@ fn close_all(py: Python<'_>) {
     });
 }
 
-/// Calls a function for the library, and the end of the program waits for it; what it gives, or None
-/// once the program ends: then no callback begins.
+/// Calls a function for the library, and the end of the program waits for it; what it gives, or
+/// None once the program ends: then no callback begins.
 #[pyfunction]
 pub fn _run<'py>(function: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     thread_exit::prepare_exit();

@@ -278,9 +278,9 @@ impl<'a> Wanted<'a> {
         })
     }
 
-    /// The stream to read a GPU's tensor on, and whether it is its framework's current one: the named
-    /// stream, else the framework's current one, else the publisher's own. The tensor's owner makes the
-    /// publisher's stream wait for its work.
+    /// The stream to read a GPU's tensor on, and whether it is its framework's current one: the
+    /// named stream, else the framework's current one, else the publisher's own. The tensor's owner
+    /// makes the publisher's stream wait for its work.
     fn reader(self, found: &Bound<'_, PyAny>) -> PyResult<(Consumer, bool)> {
         let (py, device) = (found.py(), self.device);
         let current = if is_from(found, "torch")? {
@@ -302,8 +302,8 @@ impl<'a> Wanted<'a> {
         })
     }
 
-    /// Refuses a tensor that an array interface, which names no device, places on another GPU: a kernel
-    /// there does not reach it.
+    /// Refuses a tensor that an array interface, which names no device, places on another GPU: a
+    /// kernel there does not reach it.
     fn check_owner(self, py: Python<'_>, array_description: &ArrayDescription) -> PyResult<()> {
         let device = self.device;
         if array_description.shape.contains(&0) {

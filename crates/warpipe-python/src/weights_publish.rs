@@ -294,8 +294,8 @@ impl<'py> Search<'py> {
             return Ok((lying, found.into_iter().enumerate().collect(), Vec::new()));
         }
         settle_readers(py, found.iter())?;
-        // One value keeps the memory of all tensors allocated: the drop of each of many would wait for
-        // the interpreter.
+        // One value keeps the memory of all tensors allocated: the drop of each of many would wait
+        // for the interpreter.
         let owners = Arc::new(OnceLock::new());
         let lies = |tensor: &Found<'py>| {
             Some((tensor.name.clone(), tensor.source.layout, tensor.address()?))
@@ -304,8 +304,8 @@ impl<'py> Search<'py> {
         let tensors = &mut lying.tensors;
         let added: Vec<Option<Outcome<()>>> = py.detach(|| {
             let mut add = |(name, layout, address): (String, Layout, u64)| {
-                // SAFETY: the owners keep the tensor's memory allocated, and the caller of `publish`
-                // writes it no more, as its documentation says.
+                // SAFETY: the owners keep the tensor's memory allocated, and the caller of
+                // `publish` writes it no more, as its documentation says.
                 Ok(unsafe { tensors.add(&name, layout, address, Box::new(owners.clone())) }?)
             };
             todo.into_iter().map(|one| one.map(&mut add)).collect()
