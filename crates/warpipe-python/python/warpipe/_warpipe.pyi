@@ -870,8 +870,8 @@ def _end() -> None:
 def _has_open() -> bool:
     """Whether an endpoint is open in this process."""
 def _run(function: Callable[[], object]) -> Any:
-    """Calls a function for the library, and the end of the program waits for it; what it gives, or None
-    once the program ends: then no callback begins.
+    """Calls a function for the library, and the end of the program waits for it; what it gives, or
+    None once the program ends: then no callback begins.
     """
 def _call(function: Callable[[Any], object], argument: Any) -> None:
     """Calls a function, unless the program ends. An exception goes to ``sys.unraisablehook``."""
@@ -1831,8 +1831,8 @@ class _OpenAllocation(View):
     of it is dropped and their streams are past their work.
     """
     def watch(self) -> Callable[[], None]:
-        """A check of this memory, which does not hold it: raises ``PeerGoneError`` if the memory went with
-        its owner.
+        """A check of this memory, which does not hold it: raises ``PeerGoneError`` if the memory went
+        with its owner.
         """
 
 @final
