@@ -255,9 +255,6 @@ impl Control {
         known.settle(connected, until);
         let present = known.here().clone();
         let asks = known.is_incomplete() && self.asked.elapsed() >= ASK_INTERVAL;
-        if asks {
-            known.asks();
-        }
         drop(known);
         if asks {
             self.asked = Instant::now();
@@ -294,15 +291,17 @@ impl Control {
     /// The peer is unreachable: suspicion, and no proof of anything. Its lanes end; what it exported
     /// stays published here, and waits.
     fn disappeared(&mut self, bridge: &Id) {
-        let Some(peer) = self.peers.remove(bridge) else {
-            return;
-        };
-        self.cut_queues(bridge);
-        self.end_lanes(&peer);
-        if let Some(known) = &peer.hello {
-            let node = known.hello.node.clone();
+        if let Some(known) = self.forget(bridge).and_then(|peer| peer.hello) {
+            let node = known.hello.node;
             self.shared.notice(Notice::Unreachable { node });
         }
+    }
+
+    fn forget(&mut self, bridge: &Id) -> Option<Peer> {
+        let peer = self.peers.remove(bridge)?;
+        self.cut_queues(bridge);
+        self.end_lanes(&peer);
+        Some(peer)
     }
 
     fn end_lanes(&self, peer: &Peer) {
@@ -366,6 +365,12 @@ impl Control {
         if peer.hello.as_ref().is_some_and(is_other) {
             self.shared.refuse();
             return;
+        }
+        let knew = |known: &KnownHello| known.hello.has_yours;
+        if !hello.has_yours && peer.hello.as_ref().is_some_and(knew) {
+            // It has lost sight of this end, and ended its lanes.
+            self.forget(&from);
+            return self.greeted(from, hello);
         }
         let (is_first, answers) = (peer.hello.is_none(), hello.has_yours);
         let hello = Hello {

@@ -665,6 +665,18 @@ fn a_peer_that_reads_nothing_keeps_no_other_one_waiting_and_the_bridge_can_end()
 }
 
 #[test]
+fn the_lanes_of_a_peer_that_has_lost_sight_of_the_bridge_end_and_begin_anew() {
+    let world = World::new();
+    let peer = world.peer(1);
+    let lane = peer.begun("from/kept");
+    let (hello, has_yours) = (peer.hello.clone(), false);
+    peer.send(Message::Hello(Hello { has_yours, ..hello }));
+    peer.stopped(lane);
+    peer.send(Message::Hello(peer.hello.clone()));
+    peer.begun("from/kept");
+}
+
+#[test]
 fn a_session_that_declares_hundreds_of_runs_takes_one_place() {
     let world = World::with(|options| options.peers_max = 2);
     let hostile = world.peer(1);
