@@ -320,7 +320,7 @@ def _given_metadata(self: SharedWeights) -> Any:
 
 
 class Follower:
-    """Weights whose later versions come in at the same addresses: tensors, captured CUDA graphs, compiled
+    """Weights with later versions that come in at the same addresses: tensors, captured CUDA graphs, compiled
     modules and raw pointers that have them stay valid, and read the new version.
 
     ``weights.follow()`` gives it. All objects of the version in this process are of the same memory:

@@ -3,10 +3,11 @@
 //! The owner allocates ([`Pool`], [`Buffer`]) and lends blocks by ticket. A peer opens a ticket
 //! ([`LentBuffer`](crate::LentBuffer)) or allocates from the owner's memory ([`PoolClient`]): both
 //! are claims ([`lend`](crate::lend)). One of the owner's user opens a ticket without a request
-//! ([`share_words`](crate::lend::share_words)), unless it has that block open. The owner's fence words, which peers can read, say when a block has been
-//! cleared. A block is free when all its users have released it and their work is done: the owner's
-//! fence words, a borrower's word, or a dead borrower's proof of death with a fence on the owner's
-//! streams show it. Each user has regions of its own, and may have a quota (`users`).
+//! ([`share_words`](crate::lend::share_words)), unless it has that block open. The owner's fence
+//! words, which peers can read, say when a block has been cleared. A block is free when all its
+//! users have released it and their work is done: the owner's fence words, a borrower's word, or a
+//! dead borrower's proof of death with a fence on the owner's streams show it. Each user has regions
+//! of its own, and may have a quota (`users`).
 
 mod allocator;
 mod buffer;
