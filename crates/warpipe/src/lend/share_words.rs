@@ -73,9 +73,11 @@ pub(crate) struct Claims {
     pub(crate) is_over: bool,
 }
 
-/// Whether the receiver of this page may use a share.
+/// Whether the receiver of this page may use a share. None has one without a slot, whatever its
+/// first word says.
 pub(crate) fn has_claim(page: &SharedPage, number: u64) -> bool {
-    page.word(slot(number) as usize).is(number | CLAIMED)
+    let slot = slot(number) as usize;
+    slot != 0 && page.word(slot).is(number | CLAIMED)
 }
 
 /// Has the receiver of this page claim nothing any more.

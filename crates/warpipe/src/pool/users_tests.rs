@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use super::tests::{MIB, Stage, WAIT, busy, eventually};
 use super::*;
+use crate::backend::Access;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::ipc::{decode, encode};
 use crate::lend::{LendReply, LendRequest};
@@ -638,4 +639,26 @@ fn an_import_that_the_driver_holds_up_delays_no_block_of_another_region() {
         held_up.join().unwrap().unwrap();
     });
     drop(first);
+}
+
+#[test]
+fn no_word_of_a_peer_claims_a_block_that_was_lent_to_another_user() {
+    let stage = stage("foreign-words", 64 * MIB, |it| it);
+    let client = client(&stage);
+    let block = stage.pool.allocate_for(tenant(0), MIB, NO_WAIT).unwrap();
+    let ticket = block.lend(Access::ReadWrite).unwrap();
+    let words = client.session().words();
+    for word in 0..WORDS as usize {
+        words.word(word).store(ticket.wanted().id | 1 << 61);
+    }
+    let pieces = encode(&LendRequest::<()>::Pieces { run: 0, first: 0 }).unwrap();
+    let reply = client.session().ipc().request(&pieces, WAIT).unwrap();
+    assert_eq!(
+        reply.fds.len(),
+        0,
+        "a descriptor of the other user's region"
+    );
+    assert_eq!(stage.pool.stats().lent_bytes, 0);
+    drop(block);
+    assert_eq!(stage.pool.usage(tenant(0)).blocks, 0);
 }
