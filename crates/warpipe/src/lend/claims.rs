@@ -152,10 +152,10 @@ impl<T> Borrowers<T> {
         self.by_client.get(&client)?.claimant.claims()
     }
 
-    /// The pages of all those.
-    pub(crate) fn pages(&self) -> impl Iterator<Item = &SharedPage> + Clone {
-        let borrowers = self.by_client.values();
-        borrowers.filter_map(|borrower| borrower.claimant.claims())
+    /// All those, with their pages.
+    pub(crate) fn pages(&self) -> impl Iterator<Item = (u64, &SharedPage)> {
+        let borrowers = self.by_client.iter();
+        borrowers.filter_map(|(&client, borrower)| Some((client, borrower.claimant.claims()?)))
     }
 
     /// Borrowers that are connected, or have claims.

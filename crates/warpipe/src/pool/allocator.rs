@@ -71,7 +71,7 @@ pub(super) struct PoolState {
     /// By which peers of this process's user claim lent blocks.
     offers: ShareWords,
     /// Lends that have ended while a peer had claimed them so. Each holds its block.
-    ended_lends: HashMap<u64, SlotId>,
+    ended_lends: HashMap<u64, EndedLend>,
     pub(super) counts: PoolCounts,
     pub(super) is_closed: bool,
     pub(super) users: Users,
@@ -85,6 +85,13 @@ pub(super) struct LentBlock {
     pub(super) slot: SlotId,
     pub(super) bytes: u64,
     pub(super) access: Access,
+}
+
+/// The block of a lend that has ended, and a peer that has it: the first one that is asked.
+#[derive(Debug, Clone, Copy)]
+struct EndedLend {
+    slot: SlotId,
+    client: u64,
 }
 
 /// Counters for [`Pool::stats`](crate::Pool::stats).
@@ -480,8 +487,16 @@ impl PoolState {
                 .for_each(|&slot| arena.hold(slot));
             claimed
         });
-        let ended = ended_lends.extract_if(|&number, _| !is_claimed(borrowers, number));
-        let released = released.into_iter().chain(ended.map(|(_, slot)| slot));
+        let ended = ended_lends.extract_if(|&number, lend| {
+            let page = borrowers.page(lend.client);
+            if page.is_some_and(|page| has_claim(page, number)) {
+                return false;
+            }
+            let other = claimant(borrowers, number);
+            lend.client = other.unwrap_or(lend.client);
+            other.is_none()
+        });
+        let released = released.into_iter().chain(ended.map(|(_, lend)| lend.slot));
         released.for_each(|slot| arena.release(slot));
         dead
     }
@@ -491,9 +506,9 @@ impl PoolState {
         let ended = self.lent_blocks.extract_if(|_, lend| lend.slot == slot);
         for (number, _) in ended {
             self.offers.end(number);
-            if is_claimed(&self.borrowers, number) {
+            if let Some(client) = claimant(&self.borrowers, number) {
                 self.arena.hold(slot);
-                self.ended_lends.insert(number, slot);
+                self.ended_lends.insert(number, EndedLend { slot, client });
             }
         }
     }
@@ -524,7 +539,7 @@ impl PoolState {
     pub(super) fn held(&self) -> (u64, u64) {
         let owned = self.owned.iter().map(|&slot| self.arena.slot(slot).bytes());
         let pages = self.borrowers.pages();
-        let claimed: HashSet<_> = pages.flat_map(|page| self.claimed(page)).collect();
+        let claimed: HashSet<_> = pages.flat_map(|(_, page)| self.claimed(page)).collect();
         let is_lent = |(id, slot): &(SlotId, &Slot)| {
             slot.holders > self.owned.contains(id).into() || claimed.contains(id)
         };
@@ -547,21 +562,25 @@ fn offer_word(slot: SlotId, access: Access) -> Option<u32> {
     (word < WORDS).then_some(word)
 }
 
-fn is_claimed(borrowers: &Borrowers<SlotId>, number: u64) -> bool {
+/// A peer that has claimed a block by words.
+fn claimant(borrowers: &Borrowers<SlotId>, number: u64) -> Option<u64> {
     let mut pages = borrowers.pages();
-    pages.any(|page| has_claim(page, number))
+    let claims = |&(_, page): &(u64, &SharedPage)| has_claim(page, number);
+    pages.find(claims).map(|(client, _)| client)
 }
 
 /// The blocks that the peer of this page has claimed by words.
 fn claimed(
     lent_blocks: &HashMap<u64, LentBlock>,
-    ended_lends: &HashMap<u64, SlotId>,
+    ended_lends: &HashMap<u64, EndedLend>,
     page: &SharedPage,
 ) -> impl Iterator<Item = SlotId> {
     let lent = lent_blocks
         .iter()
         .map(|(number, lend)| (*number, lend.slot));
-    let ended = ended_lends.iter().map(|(number, slot)| (*number, *slot));
+    let ended = ended_lends
+        .iter()
+        .map(|(number, lend)| (*number, lend.slot));
     let claimed = lent
         .chain(ended)
         .filter(|&(number, _)| has_claim(page, number));

@@ -648,3 +648,144 @@ fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
     drop(stage.pool.allocate(2 * MIB, WAIT).unwrap());
     drop(block);
 }
+
+/// Another session of this process: one of another device object.
+fn other_device() -> Device {
+    Device::from_backend(Wrapped::new(
+        Device::host().backend().clone(),
+        Unlocked::default(),
+    ))
+}
+
+#[test]
+fn what_a_dead_peer_has_by_words_and_by_answers_comes_back_once_and_others_keep_it() {
+    let stage = Stage::new("words-both");
+    let dying = stage.client();
+    let device = other_device();
+    let _living = PoolClient::open("pool", stage.domain.on(&device), Duration::ZERO).unwrap();
+    let block = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
+    let tickets = [Access::Read, Access::ReadWrite].map(|it| block.lend(it).unwrap());
+    // The first two by words, the others by answers.
+    let dead = [0, 1, 0, 1].map(|it| open(&stage, &tickets[it]));
+    let theirs = LentBuffer::open(&tickets[0], &device, Duration::ZERO).unwrap();
+    let other = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
+    drop(block);
+    let allocator = stage.pool.allocator();
+    let (alive, writer) = rustix::pipe::pipe().unwrap();
+    drop(writer);
+    let process = Process::of_pipe(alive);
+    // The one that connected first.
+    (allocator.lock().borrowers.all().take(1)).for_each(|peer| peer.leave_as(process.clone()));
+    assert!(eventually(|| stage.pool.stats().peers == 1));
+    assert!(is_limit(stage.pool.allocate(1, Duration::from_millis(100))));
+    drop(theirs);
+    drop(stage.pool.allocate(MIB, WAIT).unwrap());
+    drop((other, dead, dying));
+    assert_eq!(stage.pool.usage(allocator.uid).blocks, 0);
+}
+
+#[test]
+fn a_block_is_never_another_one_while_a_peer_has_it_whatever_ends_meanwhile() {
+    let stage = Stage::new("words-stress");
+    let devices = [stage.device.clone(), other_device(), other_device()];
+    let clients: Vec<_> = (devices.iter())
+        .map(|it| PoolClient::open("pool", stage.domain.on(it), Duration::ZERO).unwrap())
+        .collect();
+    let offered: Mutex<Vec<Option<(Ticket, u64)>>> = Mutex::new(vec![None; 16]);
+    let is_over = AtomicBool::new(false);
+    let opened = AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        for (number, device) in devices.iter().enumerate() {
+            for half in 0..2 {
+                let (offered, is_over, opened) = (&offered, &is_over, &opened);
+                scope.spawn(move || {
+                    let stream = device.stream().unwrap();
+                    let mut at = number * 7 + half;
+                    while !is_over.load(Relaxed) {
+                        at = at
+                            .wrapping_mul(6364136223846793005)
+                            .wrapping_add(1442695040888963407);
+                        let wanted = offered.lock().unwrap()[(at >> 33) % 16].clone();
+                        let Some((ticket, stamp)) = wanted else {
+                            continue;
+                        };
+                        let Ok(block) = LentBuffer::open(&ticket, device, Duration::ZERO) else {
+                            continue;
+                        };
+                        opened.fetch_add(1, Relaxed);
+                        for _ in 0..(at >> 40) % 4 + 1 {
+                            let bytes = block.to_vec(WAIT).unwrap();
+                            assert_eq!(bytes[..8], stamp.to_le_bytes());
+                        }
+                        if at >> 45 & 1 == 0 {
+                            block.free(&stream).unwrap();
+                        }
+                    }
+                });
+            }
+        }
+        let stream = stage.device.stream().unwrap();
+        let mut held: Vec<Option<Buffer>> = (0..16).map(|_| None).collect();
+        for stamp in 1..=20_000_u64 {
+            let at = (stamp.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % 16;
+            held[at] = None;
+            let block = stage.pool.allocate(512, WAIT).unwrap();
+            block.write(&stream, 0, &stamp.to_le_bytes()).unwrap();
+            stream.synchronize(WAIT).unwrap();
+            let access = [Access::Read, Access::ReadWrite][stamp as usize & 1];
+            let ticket = block.lend(access).unwrap();
+            offered.lock().unwrap()[at] = Some((ticket, stamp));
+            held[at] = Some(block);
+        }
+        is_over.store(true, Relaxed);
+        assert_ne!(opened.load(Relaxed), 0);
+    });
+    let uid = stage.pool.allocator().uid;
+    assert!(eventually(|| stage.pool.usage(uid).blocks == 0));
+    assert_eq!(stage.pool.stats().lent_bytes, 0);
+    drop(stage.pool.allocate(2 * MIB, WAIT).unwrap());
+    drop(clients);
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn cost_of_an_allocation_while_peers_have_blocks_that_their_owner_gave_up() {
+    use crate::lend::claims::Claimant;
+    use crate::shm::page::{SharedPage, words_bytes};
+    for (peers, blocks) in [(1, 0), (1, 1500), (64, 0), (64, 1500), (256, 1500)] {
+        let stage = Stage::new(&format!("words-cost-{peers}-{blocks}"));
+        let (alive, _writer) = rustix::pipe::pipe().unwrap();
+        let process = Process::of_pipe(alive);
+        let allocator = stage.pool.allocator();
+        let mut last = None;
+        for peer in 0..peers {
+            let (page, _) = SharedPage::create(None, words_bytes(WORDS as usize)).unwrap();
+            let page = Arc::new(page);
+            let mut claimant = Claimant::new(page.clone(), process.clone(), None);
+            claimant.claims_by_words = true;
+            allocator.lock().borrowers.add(1000 + peer, claimant);
+            last = Some(page);
+        }
+        let last = last.unwrap();
+        let held: Vec<_> = (0..blocks)
+            .map(|_| {
+                let block = stage.pool.allocate(512, Duration::ZERO).unwrap();
+                let number = block.lend(Access::Read).unwrap().wanted().id;
+                last.word((number & 0xFFFF) as usize)
+                    .store(number | 1 << 61);
+                block
+            })
+            .collect();
+        let start = Instant::now();
+        drop(held);
+        let dropped = start.elapsed();
+        let start = Instant::now();
+        for _ in 0..20 {
+            drop(stage.pool.allocate(512, Duration::ZERO).unwrap());
+        }
+        eprintln!(
+            "{peers} peers, {blocks} blocks: {:?} an allocation, {dropped:?} for all drops",
+            start.elapsed() / 20
+        );
+    }
+}
