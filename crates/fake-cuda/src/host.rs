@@ -102,6 +102,7 @@ struct Attributes {
     pool: u64,
     buffer: u64,
     ordinal: c_int,
+    range: (u64, usize),
 }
 
 fn attributes(pointer: u64) -> Outcome<Attributes> {
@@ -114,6 +115,7 @@ fn attributes(pointer: u64) -> Outcome<Attributes> {
         pool: 0,
         buffer: 0,
         ordinal: 0,
+        range: (pointer, 0),
     };
     if is_registered(pointer, 1) {
         return Ok(Attributes {
@@ -128,6 +130,7 @@ fn attributes(pointer: u64) -> Outcome<Attributes> {
             is_legacy_capable: is(Kind::Plain),
             pool: u64::from(is(Kind::Pool)),
             buffer: facts.number,
+            range: facts.range,
             ordinal: device::ordinal(facts.device)?,
             ..plain
         });
@@ -155,6 +158,8 @@ unsafe extern "C" fn cuPointerGetAttribute(
                 8 => give(data.cast(), found.is_managed),
                 9 => give(data.cast(), found.ordinal),
                 10 => give(data.cast(), found.is_legacy_capable),
+                11 => give(data.cast(), found.range.0),
+                12 => give(data.cast(), found.range.1),
                 17 => give(data.cast(), found.pool),
                 _ => Err(INVALID_VALUE),
             }

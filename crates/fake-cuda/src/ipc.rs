@@ -92,25 +92,19 @@ pub struct Facts {
     pub kind: Kind,
     pub number: u64,
     pub device: usize,
+    /// Its first byte, and its length.
+    pub range: (u64, usize),
 }
 
 pub fn facts(address: u64) -> Option<Facts> {
     with(|blocks| {
-        blocks.at(address, 1).map(
-            |(
-                _,
-                &Block {
-                    kind,
-                    number,
-                    device,
-                    ..
-                },
-            )| Facts {
-                kind,
-                number,
-                device,
-            },
-        )
+        let (base, block) = blocks.at(address, 1)?;
+        Some(Facts {
+            kind: block.kind,
+            number: block.number,
+            device: block.device,
+            range: (base as u64, block.bytes),
+        })
     })
 }
 
@@ -260,13 +254,12 @@ unsafe extern "C" fn cuMemGetAddressRange_v2(
     address: u64,
 ) -> c_int {
     answer("cuMemGetAddressRange_v2", Needs::Context, || {
-        let found = with(|blocks| {
-            blocks
-                .at(address, 1)
-                .map(|(base, block)| (base as u64, block.bytes))
-        })
-        .or_else(|| memory::mapping_of(address));
-        let (start, length) = found.ok_or(INVALID_VALUE)?;
+        // The driver looks in the current context alone.
+        let (start, length) = match facts(address) {
+            Some(found) if found.device == device::current()? => found.range,
+            Some(_) => return Err(NOT_FOUND),
+            None => memory::mapping_of(address).ok_or(INVALID_VALUE)?,
+        };
         // SAFETY: the caller's out pointers.
         unsafe {
             give(base, start)?;

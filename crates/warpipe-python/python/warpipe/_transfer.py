@@ -651,7 +651,7 @@ class Receiver:
 
     def _take(self, stream: Any, timeout: float | None, clock: Clock) -> None:
         try:
-            clock.add(self._follower._update(stream, timeout)[1])
+            clock.add(self._follower.weights._update(stream, timeout)[1])
         except WeightsMismatchError:
             if self._give is None:
                 raise

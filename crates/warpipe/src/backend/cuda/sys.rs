@@ -227,6 +227,8 @@ pub(super) enum PointerAttribute {
     IsManaged = 8,
     DeviceOrdinal = 9,
     IsLegacyIpcCapable = 10,
+    RangeStart = 11,
+    RangeSize = 12,
     MempoolHandle = 17,
 }
 

@@ -114,10 +114,11 @@ impl Ipc for CudaBackend {
         if kind == PointerKind::Pool {
             return Ok(info);
         }
-        let (base, bytes) = driver.cuMemGetAddressRange_v2(ptr)?;
-        (info.base, info.bytes) = (base, bytes as u64);
-        let number = driver.pointer_attribute(PointerAttribute::BufferId, ptr)?;
-        info.allocation = number.unwrap_or(0);
+        // `cuMemGetAddressRange` finds no memory of another GPU.
+        let number = |attribute| driver.pointer_attribute(attribute, ptr);
+        info.base = number(PointerAttribute::RangeStart)?.unwrap_or(ptr);
+        info.bytes = number(PointerAttribute::RangeSize)?.unwrap_or(0);
+        info.allocation = number(PointerAttribute::BufferId)?.unwrap_or(0);
         Ok(info)
     }
 
