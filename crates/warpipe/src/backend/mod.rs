@@ -550,8 +550,8 @@ pub trait Ipc {
     /// it.
     unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()>;
 
-    /// `cuPointerGetAttribute` + `cuMemGetAddressRange`: the allocation in which an address lies,
-    /// of any kind.
+    /// `cuPointerGetAttribute`: the allocation in which an address lies, of any kind, on any
+    /// device.
     fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo>;
 
     /// `cuIpcGetMemHandle`: the bytes by which another process of the same user opens the

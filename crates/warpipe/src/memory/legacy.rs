@@ -88,7 +88,7 @@ struct LegacyFields {
 }
 
 impl LegacyHandle {
-    /// `cuMemGetAddressRange` + `cuIpcGetMemHandle`: a handle for `bytes` bytes at `ptr`, which may
+    /// `cuPointerGetAttribute` + `cuIpcGetMemHandle`: a handle for `bytes` bytes at `ptr`, which may
     /// lie anywhere in their allocation.
     ///
     /// # Errors

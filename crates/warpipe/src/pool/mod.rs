@@ -6,8 +6,8 @@
 //! ([`share_words`](crate::lend::share_words)), unless it has that block open. The owner's fence
 //! words, which peers can read, say when a block has been cleared. A block is free when all its
 //! users have released it and their work is done: the owner's fence words, a borrower's word, or a
-//! dead borrower's proof of death with a fence on the owner's streams show it. Each user has regions
-//! of its own, and may have a quota (`users`).
+//! dead borrower's proof of death with a fence on the owner's streams show it. Each user has
+//! regions of its own, and may have a quota (`users`).
 
 mod allocator;
 mod buffer;
