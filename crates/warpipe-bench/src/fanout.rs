@@ -300,9 +300,12 @@ impl Sink {
     }
 
     fn ours(&mut self, items: usize) -> anyhow::Result<()> {
-        for item in 0..items {
-            let sample = self.subscriber.receive(&self.stream, PATIENCE)?;
-            self.check(sample.slot_ptr(), item as u64)?;
+        let mut sample = self.subscriber.receive(&self.stream, PATIENCE)?;
+        for item in 0..items as u64 {
+            if item > 0 {
+                sample = self.subscriber.receive_next(sample, PATIENCE)?;
+            }
+            self.check(sample.slot_ptr(), item)?;
         }
         Ok(())
     }

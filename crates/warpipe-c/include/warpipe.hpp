@@ -828,6 +828,14 @@ public:
     check(warpipe_subscriber_receive(get(), stream, nanoseconds(timeout), &sample));
     return Sample(sample);
   }
+  // Destroys `previous`, and receives the next sample with its stream: one call of the driver where
+  // that one was sent already and is not complete.
+  Sample receive_next(Sample previous, Duration timeout) {
+    warpipe_sample *sample = nullptr;
+    check(warpipe_subscriber_receive_next(get(), previous.get(), nanoseconds(timeout), &sample));
+    static_cast<void>(previous.release_handle());
+    return Sample(sample);
+  }
   // All samples until the publisher closes. Throws PeerGone if it died instead, and Timeout if none
   // comes for so long.
   Samples samples(void *stream, Duration timeout) & { return Samples(*this, stream, timeout); }
@@ -850,10 +858,11 @@ public:
 };
 
 inline Samples::Iterator &Samples::Iterator::operator++() {
+  Subscriber &subscriber = *samples_->subscriber_;
   // The last one goes back before the next is waited for.
-  sample_ = Sample();
   try {
-    sample_ = samples_->subscriber_->receive(samples_->stream_, samples_->timeout_);
+    sample_ = sample_ ? subscriber.receive_next(std::move(sample_), samples_->timeout_)
+                      : subscriber.receive(samples_->stream_, samples_->timeout_);
   } catch (const PeerGone &gone) {
     if (!gone.peer_closed())
       throw;

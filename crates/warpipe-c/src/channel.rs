@@ -431,6 +431,28 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
     unsafe { make_beside(subscriber, "sample", sample, receive) }
 }
 
+/// Closes `previous`, and waits for the next sample with the stream that it was received with, as
+/// `warpipe_subscriber_receive`: one call of the driver (`cuStreamBatchMemOp`) where the next one
+/// was sent already and is not complete. `previous` is released behind its stream's work whatever
+/// the result, but for `WARPIPE_INVALID_OBJECT` and `WARPIPE_INVALID_STATE`.
+///
+/// # Safety
+/// As for `warpipe_subscriber_receive`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_subscriber_receive_next(
+    subscriber: *mut warpipe_subscriber,
+    previous: *mut warpipe_sample,
+    timeout_ns: u64,
+    sample: *mut *mut warpipe_sample,
+) -> warpipe_status {
+    let receive = |found: &mut Locked<OnDevice<Subscriber>>| {
+        let previous = handle::find(previous)?.take().object.sample;
+        Ok(found.receive_next(previous, timeout(timeout_ns))?.into())
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_beside(subscriber, "sample", sample, receive) }
+}
+
 /// A subscriber's publisher, and how much of it was missed.
 ///
 /// # Safety

@@ -23,8 +23,16 @@ use crate::setup::{BenchDomain, IN_FLIGHT, PATIENCE, Setup};
 const WORDS: u64 = 512;
 const SLOT_BYTES: u64 = WORDS * 8;
 
-/// The channel of a subscriber as it comes, and of one that polls on.
-const NAMES: [&str; 2] = ["bench/pipeline", "bench/pipeline-polls"];
+/// The channel of a subscriber as it comes, of one that polls on, and of one that releases a sample
+/// and receives the next one in one call.
+const NAMES: [&str; 3] = [
+    "bench/pipeline",
+    "bench/pipeline-polls",
+    "bench/pipeline-next",
+];
+
+/// Of [`NAMES`].
+const NEXT: usize = 2;
 
 /// The words of both processes, each in a line of its own, and as many as slots: `ready` and the
 /// consumer's `done`, which streams signal; the entry, which the producer's CPU writes.
@@ -54,9 +62,11 @@ enum Step {
     Library,
     /// And the subscriber polls for as long as it takes.
     Polling,
+    /// By the library, with the release of a sample and the wait for the next in one call.
+    Next,
 }
 
-const STEPS: [(Step, &str); 7] = [
+const STEPS: [(Step, &str); 8] = [
     (Step::OneCall, "the floor: signal and wait in one call"),
     (Step::TwoCalls, "in two calls"),
     (Step::EntryFirst, "the wait behind a look at an entry"),
@@ -64,6 +74,7 @@ const STEPS: [(Step, &str); 7] = [
     (Step::SlotWords, "words for each slot"),
     (Step::Library, "the library"),
     (Step::Polling, "the library, a subscriber that polls on"),
+    (Step::Next, "the library, `receive_next`"),
 ];
 
 /// The parameters of the consumer's process.
@@ -189,6 +200,7 @@ impl Producer {
         match step {
             Step::Library => self.send(0, items),
             Step::Polling => self.send(1, items),
+            Step::Next => self.send(NEXT, items),
             _ => self.signal(step, items),
         }
     }
@@ -253,8 +265,9 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         ..options.clone()
     };
     let subscribers = vec![
-        Subscriber::open(NAMES[0], options, std::time::Duration::ZERO)?,
+        Subscriber::open(NAMES[0], options.clone(), std::time::Duration::ZERO)?,
         Subscriber::open(NAMES[1], spinning, std::time::Duration::ZERO)?,
+        Subscriber::open(NAMES[NEXT], options, std::time::Duration::ZERO)?,
     ];
     let mut consumer = Consumer {
         shared: Shared {
@@ -290,6 +303,7 @@ impl Consumer {
             }
             Step::Library => self.receive(0, items),
             Step::Polling => self.receive(1, items),
+            Step::Next => self.receive_next(items),
         }
     }
 
@@ -353,6 +367,17 @@ impl Consumer {
         for item in 0..items {
             let sample = self.subscribers[which].receive(&self.shared.stream, PATIENCE)?;
             self.check(sample.slot_ptr(), item as u64)?;
+        }
+        Ok(())
+    }
+
+    fn receive_next(&mut self, items: usize) -> anyhow::Result<()> {
+        let mut sample = self.subscribers[NEXT].receive(&self.shared.stream, PATIENCE)?;
+        for item in 0..items as u64 {
+            if item > 0 {
+                sample = self.subscribers[NEXT].receive_next(sample, PATIENCE)?;
+            }
+            self.check(sample.slot_ptr(), item)?;
         }
         Ok(())
     }

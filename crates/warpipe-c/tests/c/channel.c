@@ -56,9 +56,16 @@ static int subscribe(void) {
   warpipe_subscriber *subscriber = NULL;
   OK(warpipe_subscriber_open("c/channel", &options, &subscriber));
 
+  warpipe_sample *previous = NULL;
   for (uint64_t number = 1; number <= SAMPLES; number++) {
     warpipe_sample *sample = NULL;
-    OK(warpipe_subscriber_receive(subscriber, stream, LIMIT, &sample));
+    if (previous == NULL) {
+      OK(warpipe_subscriber_receive(subscriber, stream, LIMIT, &sample));
+    } else {
+      OK(warpipe_subscriber_receive_next(subscriber, previous, LIMIT, &sample));
+      FAILS(warpipe_close(previous), WARPIPE_INVALID_OBJECT, "");
+      previous = NULL;
+    }
     warpipe_sample_info info;
     OK(warpipe_sample_get_info(sample, &info));
     CHECK(info.sequence == number && info.missing == 0 && !info.is_discontinuity);
@@ -71,7 +78,9 @@ static int subscribe(void) {
     OK(warpipe_sample_copy_to(sample, NULL, found, info.layout.bytes, LIMIT));
     for (uint64_t index = 0; index < info.layout.bytes / sizeof(float); index++)
       CHECK(found[index] == value(number, index));
-    if (number % 2 == 0) {
+    if (number % 3 == 0) {
+      previous = sample;
+    } else if (number % 2 == 0) {
       OK(warpipe_sample_finish(sample, LIMIT));
     } else {
       warpipe_receipt *receipt = NULL;

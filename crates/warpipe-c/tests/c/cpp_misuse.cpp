@@ -235,6 +235,18 @@ void a_loop_that_is_left_keeps_no_sample(const warpipe::Device &device, void *st
   CHECK(status_of([&] { channel.subscriber.receive(stream, 0ms); }) == WARPIPE_TIMEOUT);
 }
 
+// Without a next sample, too.
+void a_sample_given_for_the_next_one_returns(const warpipe::Device &device, void *stream) {
+  Channel channel(device, "cpp/next");
+  for (int round = 0; round < 20; round++) {
+    channel.send(stream);
+    warpipe::Sample sample = channel.subscriber.receive(stream, kLimit);
+    const auto next = [&] { channel.subscriber.receive_next(std::move(sample), 0ms); };
+    CHECK(status_of(next) == WARPIPE_TIMEOUT);
+    CHECK(status_of(next) == WARPIPE_INVALID_OBJECT); // NOLINT: after the move
+  }
+}
+
 // The error of a call, although the destructor of what it was given has one, too.
 void an_error_is_that_of_the_call() {
   struct Failing {
@@ -277,6 +289,7 @@ int main() {
   a_lease_shows_no_input_that_has_gone_and_takes_no_empty_loan(device, stream);
   a_lease_that_is_empty_has_no_input(device, stream);
   an_empty_object_is_no_default(device);
+  a_sample_given_for_the_next_one_returns(device, stream);
   a_loop_that_is_left_keeps_no_sample(device, stream);
   an_error_is_that_of_the_call();
   streams_are_assigned(device);

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::event::epoll;
-use warpipe::backend::testing::{Failing, Wrapped};
-use warpipe::{Device, Error, Loss, Publisher, PublisherOptions};
+use warpipe::backend::testing::{Counting, Failing, Wrapped};
+use warpipe::{Device, Error, Loss, Publisher, PublisherOptions, Subscriber};
 use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, all_whole, skip};
@@ -49,6 +49,10 @@ pub(super) const CASES: &[Case] = &[
         pollable,
     ),
     Case::new("a receipt reports when the data was complete", receipts),
+    Case::new(
+        "a sample is released in one call with the wait for the next one, and before it",
+        released_before_the_next,
+    ),
     Case::new(
         "a sample is lost to its readers if the driver refuses its signal",
         refused_signal,
@@ -382,6 +386,52 @@ fn receipts(context: &Context) -> Result<()> {
     }
     receipt.wait(PATIENCE)?;
     ensure!(receipt.check()?, "complete after the wait");
+    peer.dismiss()
+}
+
+/// The publisher has two slots: it gets the first one back while the second one's data, for which
+/// the stream waits behind the release, is not complete.
+fn released_before_the_next(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan {
+        depth: Some(2),
+        ..PublisherPlan::of("next")
+    })?;
+    let counting = Wrapped::new(context.device.backend().clone(), Counting::default());
+    let device = Device::from_backend(counting.clone());
+    let batches = || counting.hook().calls().get("batch").copied();
+    let mut subscriber = Subscriber::open("next", context.domain.on(&device), PATIENCE)?;
+    let (stream, mut counters) = (device.stream()?, context.error_counters()?);
+    peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
+    let first = subscriber.receive(&stream, PATIENCE)?;
+    let of_first = counters.check_sample(&first)?;
+    peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 2)))?;
+    let before = batches();
+    let second = subscriber.receive_next(first, PATIENCE)?;
+    ensure!(batches() == Some(before.unwrap_or(0) + 1), "one call");
+    let of_second = counters.check_sample(&second)?;
+    // Where no slot is free, this fails.
+    peer.ask(&Order::SendAside(Batch::of(1, WORDS, 3)))?;
+    ensure!(
+        !second.is_complete()?,
+        "its publisher's stream stands still"
+    );
+    peer.ask(&Order::OpenGate)?;
+    second.wait(PATIENCE)?;
+    let third = subscriber.receive_next(second, PATIENCE)?;
+    let of_third = counters.check_sample(&third)?;
+    let nothing = subscriber.receive_next(third, Duration::ZERO);
+    ensure!(
+        matches!(nothing, Err(Error::Timeout { .. })),
+        "{nothing:?} behind the last sample"
+    );
+    stream.synchronize(PATIENCE)?;
+    for check in [of_first, of_second, of_third] {
+        let wrong = check.map(|check| counters.wrong_words(check));
+        ensure!(wrong == Some(0), "{wrong:?} wrong words");
+    }
+    // All three are back: there is room for two more.
+    peer.ask(&Order::Send(Batch::of(2, WORDS, 4)))?;
     peer.dismiss()
 }
 

@@ -207,6 +207,7 @@ impl RawSample {
             received_ns: if self.sent_ns == 0 { 0 } else { now_ns() },
             rare,
             stream: stream.clone(),
+            released_before: 0,
             raw: self,
         }
     }
@@ -287,6 +288,8 @@ pub struct Sample {
     /// Behind a pointer: a sample is moved often.
     pub(super) rare: Option<Box<Rare>>,
     stream: Stream,
+    /// The position in its link with a release that its stream got before it; 0 for none.
+    pub(super) released_before: u64,
 }
 
 impl Sample {
@@ -367,7 +370,7 @@ impl Sample {
         let Receipt { link, position, .. } = &self.raw.receipt;
         link.owner_process().check()?;
         stream.check_usable(self.stream.device())?;
-        if self.raw.receipt.is_set_aside || link.admit(*position, stream)? {
+        if self.raw.receipt.is_set_aside || link.admit(*position, stream, &mut None)? {
             return Ok(());
         }
         Err(link.lost(self.sequence()))
@@ -479,6 +482,26 @@ impl Sample {
         let receipt = receipt.duplicate();
         self.raw.is_released = true;
         Ok(receipt)
+    }
+
+    /// Its position in the ring of this link, if its entry there is to be released.
+    pub(super) fn position_in(&self, link: &PublisherLink) -> Option<u64> {
+        let receipt = &self.raw.receipt;
+        let is_there = !receipt.is_set_aside && std::ptr::eq(&*receipt.link, link);
+        is_there.then_some(receipt.position)
+    }
+
+    /// Whether its stream may have come to the work behind the wait for it.
+    pub(super) fn is_in_progress(&self) -> bool {
+        let segment = &self.raw.receipt.link.segment;
+        let before = self.released_before;
+        (before == 0 || segment.entry(before).released.reached(before))
+            && !matches!(self.is_complete(), Ok(false))
+    }
+
+    /// Drops a sample whose release is enqueued.
+    pub(super) fn forget_released(mut self) {
+        self.raw.is_released = true;
     }
 
     /// Releases the sample behind the work of another stream than the one it was received with,

@@ -20,6 +20,7 @@ use crate::memory::region::Kept;
 use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
 use crate::pubsub::ring;
+use crate::pubsub::sample::Sample;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
@@ -43,9 +44,16 @@ pub(super) struct SetAside {
 impl PublisherLink {
     /// Prepares `stream`, which was found [usable](Stream::check_usable) in the same user call, to
     /// read the sample at `position`: the stream waits until the data is complete. False if the
-    /// publisher is dead and the data never will be complete.
+    /// publisher is dead and the data never will be complete. `previous`, a sample of this stream,
+    /// is released in front of the wait, if there is one: in the same call of the driver if it is
+    /// of this link.
     #[inline]
-    pub(in crate::pubsub) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
+    pub(in crate::pubsub) fn admit(
+        &self,
+        position: u64,
+        stream: &Stream,
+        previous: &mut Option<Sample>,
+    ) -> Result<bool> {
         if self.monitor.hold(position) {
             // No rescue follows: the state that a death between publishing and signalling left is
             // judged here.
@@ -61,10 +69,19 @@ impl PublisherLink {
             word: self.segment.ready_word(position),
             value: position,
         };
+        let release = previous.as_ref().and_then(|it| it.position_in(self));
+        let release = release.map(|position| self.release_op(position));
+        if release.is_none() {
+            drop(previous.take());
+        }
         self.record_use(stream);
-        // SAFETY: the word lies in the link segment, which is dropped only when this stream,
-        // recorded above, is proven to be past it (`DropAfterFence`).
-        unsafe { stream.batch_at_once(&[wait])? };
+        let ops = [release.unwrap_or(wait), wait];
+        // SAFETY: the words lie in the link segment, which is dropped only when this stream,
+        // recorded above, is proven to be past them (`DropAfterFence`).
+        unsafe { stream.batch_at_once(&ops[usize::from(release.is_none())..])? };
+        if let Some(released) = previous.take() {
+            released.forget_released();
+        }
         Ok(true)
     }
 
@@ -90,15 +107,19 @@ impl PublisherLink {
 
     /// Enqueues the release of `position` behind the stream's work.
     pub(in crate::pubsub) fn release(&self, position: u64, stream: &Stream) -> Result<()> {
-        let op = StreamOp::Signal {
-            word: self.segment.released_word(position),
-            value: position,
-        };
+        let op = self.release_op(position);
         self.record_use(stream);
         // SAFETY: the word lies in the link segment, which is dropped only when this stream,
         // recorded above, is proven to be past it (`DropAfterFence`).
         unsafe { stream.batch(&[op])? };
         Ok(())
+    }
+
+    fn release_op(&self, position: u64) -> StreamOp {
+        StreamOp::Signal {
+            word: self.segment.released_word(position),
+            value: position,
+        }
     }
 
     /// Releases a sample that was given to no stream, once its data is complete. There is no time

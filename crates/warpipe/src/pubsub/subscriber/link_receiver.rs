@@ -65,6 +65,8 @@ pub(crate) struct LinkReceiver {
     open: VecDeque<OpenMemory>,
     /// The most of it: what one sample has had.
     open_max: usize,
+    /// See [`Sample::released_before`].
+    released_before: u64,
     /// The subscriber's row of this process's statistics page.
     row: Arc<EndpointRow>,
 }
@@ -121,6 +123,7 @@ impl LinkReceiver {
             opened: Vec::new(),
             open: VecDeque::new(),
             open_max: OPEN_MIN,
+            released_before: 0,
             row,
         }
     }
@@ -132,13 +135,20 @@ impl LinkReceiver {
         self.taken.is_none() && self.region_missing.is_none() && !self.may_have_news()
     }
 
+    /// The sample that is received next comes behind the release of this one, if there is one.
+    pub(super) fn note_released(&mut self, previous: Option<&Sample>) {
+        let position = previous.and_then(|it| it.position_in(&self.link));
+        self.released_before = position.unwrap_or_default();
+    }
+
     /// The next sample, if there is one, for `stream`, which waits for its data. None also if the
     /// next one is to be [opened](Self::open_taken) first. The error at the link's end comes behind
-    /// the last sample.
+    /// the last sample. For `previous` see [`PublisherLink::admit`].
     #[inline]
     pub(super) fn poll(
         &mut self,
         stream: &Stream,
+        previous: &mut Option<Sample>,
         ended: &mut Option<EndedLink>,
     ) -> Result<Option<Sample>> {
         while let Some(taken) = self.next()? {
@@ -146,10 +156,11 @@ impl LinkReceiver {
                 self.taken = Some(taken);
                 return Ok(None);
             }
-            match self.link.admit(taken.receipt.position, stream) {
+            match self.link.admit(taken.receipt.position, stream, previous) {
                 Ok(true) => {
                     let gap = self.break_before(taken.receipt.sequence, ended);
                     let mut sample = taken.into_sample(stream, gap);
+                    sample.released_before = self.released_before;
                     if sample.info().is_in_place {
                         let opened = std::mem::take(&mut self.opened);
                         sample.rare.get_or_insert_default().memory = opened;

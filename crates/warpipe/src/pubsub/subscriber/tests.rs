@@ -7,7 +7,7 @@ use std::time::Instant;
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with};
 
 use super::*;
-use crate::backend::testing::{Failing, Holding, Wrapped};
+use crate::backend::testing::{Counting, Failing, Holding, Wrapped};
 use crate::error::Loss;
 use crate::hostile::alone;
 use crate::ipc::domain::watch::tests::MADE;
@@ -572,6 +572,90 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
             .iter()
             .all(|receipt| matches!(receipt.check(), Err(Error::Lost(Loss::Sample { .. }))))
     );
+}
+
+/// First the call that would release it is refused by the driver, then it is of another subscriber,
+/// then there is no next one.
+#[test]
+fn a_sample_given_for_the_next_one_is_released_whatever_becomes_of_that() {
+    let place = Place::new("next");
+    let failing = Wrapped::new(place.device.backend().clone(), Failing::default());
+    let refusing = Device::from_backend(failing.clone());
+    let publisher = Publisher::new("camera", place.domain.on(&place.device)).unwrap();
+    let subscribe = || Subscriber::open("camera", place.domain.on(&refusing), Duration::ZERO);
+    let (mut one, mut other) = (subscribe().unwrap(), subscribe().unwrap());
+    let (sending, stream) = (place.device.stream().unwrap(), refusing.stream().unwrap());
+    let send = |byte| _ = publisher.send_bytes(&sending, &[byte]).unwrap();
+    let are_in_flight = |count| {
+        let of_all = || publisher.subscribers().into_iter().map(|it| it.in_flight);
+        warpipe_testkit::eventually(LONG, || of_all().sum::<u32>() == count)
+    };
+    send(1);
+    let first = one.receive(&stream, LONG).unwrap();
+    let of_other = other.receive(&stream, LONG).unwrap();
+    let (gate, opened) = std::sync::mpsc::channel::<()>();
+    sending.call(move || _ = opened.recv()).unwrap();
+    send(2);
+    failing.hook().aim("batch", 1);
+    let refused = one.receive_next(first, LONG);
+    assert!(matches!(refused, Err(Error::Driver { .. })), "{refused:?}");
+    assert!(are_in_flight(3), "the first one is back");
+    // The stream waits for the second one's data behind this release.
+    let second = one.receive_next(of_other, LONG).unwrap();
+    assert!(are_in_flight(2), "the other one's is back");
+    assert!(!second.is_complete().unwrap());
+    drop(gate);
+    assert_eq!(second.to_vec(LONG).unwrap(), [2]);
+    let nothing = one.receive_next(second, Duration::from_millis(1));
+    assert!(matches!(nothing, Err(Error::Timeout { .. })), "{nothing:?}");
+    assert!(are_in_flight(1), "the second one is back");
+}
+
+/// The thread polls until the next sample comes. The first one's data is not complete meanwhile; the
+/// second one's is, before there is a third.
+#[test]
+fn a_release_is_held_back_for_the_next_sample_until_the_data_is_complete() {
+    let place = Place::new("held-back");
+    let counting = Wrapped::new(place.device.backend().clone(), Counting::default());
+    let device = Device::from_backend(counting.clone());
+    let publisher = Publisher::new("camera", place.domain.on(&place.device)).unwrap();
+    let options = SubscriberOptions {
+        spin: LONG,
+        ..place.domain.on(&device)
+    };
+    let mut subscriber = Subscriber::open("camera", options, Duration::ZERO).unwrap();
+    let (sending, stream) = (place.device.stream().unwrap(), device.stream().unwrap());
+    let send = |byte| _ = publisher.send_bytes(&sending, &[byte]).unwrap();
+    let batches = || counting.hook().calls().get("batch").copied().unwrap_or(0);
+    // A thread that runs late finds the second one at once.
+    for round in 0..20 {
+        let before = batches();
+        let (gate, opened) = std::sync::mpsc::channel::<()>();
+        sending.call(move || _ = opened.recv()).unwrap();
+        send(1);
+        let first = subscriber.receive(&stream, LONG).unwrap();
+        assert_eq!(batches() - before, 1, "the wait, in round {round}");
+        std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| {
+                let second = subscriber.receive_next(first, LONG).unwrap();
+                subscriber.receive_next(second, LONG).unwrap()
+            });
+            send(2);
+            let is_done = || batches() - before == 2;
+            assert!(
+                warpipe_testkit::eventually(LONG, is_done),
+                "{} calls",
+                batches()
+            );
+            drop(gate);
+            // The thread does not return before there is a third one.
+            let has_released = || publisher.subscribers()[0].in_flight == 0;
+            assert!(warpipe_testkit::eventually(LONG, has_released));
+            assert_eq!(batches() - before, 3, "the second one's release");
+            send(3);
+            assert_eq!(receiver.join().unwrap().to_vec(LONG).unwrap(), [3]);
+        });
+    }
 }
 
 #[test]

@@ -55,10 +55,13 @@ impl Subscriber {
             .is_none_or(|attached| attached.region_missing.is_some())
     }
 
+    /// `previous` is to be released together with the wait for the next sample, and alone once its
+    /// stream works on it: earlier that does not get to the release.
     pub(super) fn poll_while(
         &mut self,
         mut polls: Polls,
         stream: &Stream,
+        previous: &mut Option<Sample>,
         wait: &Wait<'_>,
     ) -> Result<Option<Sample>> {
         // Else the sleep comes soon enough.
@@ -70,10 +73,11 @@ impl Subscriber {
         while polls.pass() {
             for _ in 0..LOOKS {
                 if has_news(self) {
-                    return self.poll_opening(stream);
+                    return self.poll_opening(stream, previous);
                 }
                 std::hint::spin_loop();
             }
+            drop(previous.take_if(|it| it.is_in_progress()));
             if is_long && wait.is_look_due() && wait.is_cancelled() {
                 return self.end_wait(wait);
             }
