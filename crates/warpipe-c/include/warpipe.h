@@ -1079,6 +1079,17 @@ warpipe_status warpipe_subscriber_receive(warpipe_subscriber *subscriber,
                                           uint64_t timeout_ns,
                                           warpipe_sample **sample);
 
+// Closes previous, and waits for the next sample with the stream that it was received with, as
+// warpipe_subscriber_receive: one call of the driver (cuStreamBatchMemOp) where the next one
+// was sent already and is not complete. previous is released behind its stream's work whatever
+// the result, but for WARPIPE_INVALID_OBJECT and WARPIPE_INVALID_STATE.
+//
+// Requires: as for warpipe_subscriber_receive.
+warpipe_status warpipe_subscriber_receive_next(warpipe_subscriber *subscriber,
+                                               warpipe_sample *previous,
+                                               uint64_t timeout_ns,
+                                               warpipe_sample **sample);
+
 // A subscriber's publisher, and how much of it was missed.
 //
 // Requires: info is the address of such a structure.
