@@ -240,7 +240,7 @@ impl Play {
         self.is_unused(&lent)?;
         let cleared_at = self.clear_for(&lent, user);
         if is_owned {
-            self.state.owned.insert(slot);
+            self.state.owned.insert(slot, vec![]);
         }
         Ok(Some((lent, cleared_at)))
     }

@@ -280,7 +280,7 @@ impl Play {
             ));
         }
         if is_owned {
-            self.state.owned.insert(slot);
+            self.state.owned.insert(slot, vec![]);
         }
         Ok(Some(slot))
     }
@@ -431,6 +431,7 @@ impl Play {
                 access: Access::ReadWrite,
             };
             self.state.lent_blocks.insert(1, lend);
+            self.state.owned.insert(slot, vec![1]);
         }
         Ok(())
     }
@@ -507,7 +508,13 @@ impl Play {
     fn print(&self) -> String {
         let mut blocks: Vec<_> = self
             .held()
-            .map(|(slot, holders)| (self.place(slot), holders, self.state.owned.contains(&slot)))
+            .map(|(slot, holders)| {
+                (
+                    self.place(slot),
+                    holders,
+                    self.state.owned.contains_key(&slot),
+                )
+            })
             .collect();
         blocks.sort();
         let mut written: Vec<_> = self.written.iter().collect();

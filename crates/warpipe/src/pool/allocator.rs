@@ -64,8 +64,9 @@ struct PoolMemory {
 
 pub(super) struct PoolState {
     pub(super) arena: Arena,
-    /// The blocks that this process has itself.
-    pub(super) owned: HashSet<SlotId>,
+    /// The blocks that this process has itself, and the numbers that each is lent under: one for
+    /// each access.
+    pub(super) owned: HashMap<SlotId, Vec<u64>>,
     pub(super) lent_blocks: HashMap<u64, LentBlock>,
     pub(super) borrowers: Borrowers<SlotId>,
     /// By which peers of this process's user claim lent blocks.
@@ -220,7 +221,7 @@ impl PoolAllocator {
             if let Some(slot) = state.take_for(uid, bytes) {
                 // From here on the block belongs to this caller, also while the lock is free.
                 if is_owned {
-                    state.owned.insert(slot);
+                    state.owned.insert(slot, vec![]);
                 }
                 let cleared_at = self.clear_for(state, slot, uid)?;
                 return Ok(Ok((slot, cleared_at)));
@@ -288,7 +289,7 @@ impl PoolAllocator {
             if let Err(error) = cleared {
                 // The device has failed. How much of the block is cleared is unknown, so the block
                 // stays unusable.
-                state.owned.insert(slot);
+                state.owned.insert(slot, vec![]);
                 return Err(error);
             }
             cleared_at = Some(value);
@@ -387,7 +388,7 @@ impl PoolState {
     pub(super) fn new(device: &Device, limit: u64, users: Users, offers: ShareWords) -> PoolState {
         PoolState {
             arena: Arena::new(device, limit),
-            owned: HashSet::new(),
+            owned: HashMap::new(),
             lent_blocks: HashMap::new(),
             borrowers: Borrowers::new(CLAIMS_MAX),
             offers,
@@ -426,11 +427,8 @@ impl PoolState {
     }
 
     fn lend(&mut self, slot: SlotId, bytes: u64, access: Access) -> Result<u64> {
-        let known = self
-            .lent_blocks
-            .iter()
-            .find(|(_, lend)| (lend.slot, lend.access) == (slot, access));
-        if let Some((&id, _)) = known {
+        let mut lends = self.owned.get(&slot).into_iter().flatten();
+        if let Some(&id) = lends.find(|id| self.lent_blocks[id].access == access) {
             return Ok(id);
         }
         let (user, own_uid) = (self.user_of(slot), self.users.own_uid);
@@ -447,6 +445,7 @@ impl PoolState {
             access,
         };
         self.lent_blocks.insert(id, lent);
+        self.owned.entry(slot).or_default().push(id);
         Ok(id)
     }
 
@@ -503,8 +502,9 @@ impl PoolState {
 
     /// Ends what peers may open of a block. Those that have it keep it.
     pub(super) fn end_lends(&mut self, slot: SlotId) {
-        let ended = self.lent_blocks.extract_if(|_, lend| lend.slot == slot);
-        for (number, _) in ended {
+        let lends = self.owned.get_mut(&slot).map(std::mem::take);
+        for number in lends.into_iter().flatten() {
+            self.lent_blocks.remove(&number);
             self.offers.end(number);
             if let Some(client) = claimant(&self.borrowers, number) {
                 self.arena.hold(slot);
@@ -525,7 +525,7 @@ impl PoolState {
 
     pub(super) fn release_owner(&mut self, slot: SlotId) {
         self.end_lends(slot);
-        if self.owned.remove(&slot) {
+        if self.owned.remove(&slot).is_some() {
             self.arena.release(slot);
         }
     }
@@ -537,11 +537,11 @@ impl PoolState {
 
     /// Bytes of the owner's blocks, and of the peers'. A block that both have counts in both.
     pub(super) fn held(&self) -> (u64, u64) {
-        let owned = self.owned.iter().map(|&slot| self.arena.slot(slot).bytes());
+        let owned = self.owned.keys().map(|&slot| self.arena.slot(slot).bytes());
         let pages = self.borrowers.pages();
         let claimed: HashSet<_> = pages.flat_map(|(_, page)| self.claimed(page)).collect();
         let is_lent = |(id, slot): &(SlotId, &Slot)| {
-            slot.holders > self.owned.contains(id).into() || claimed.contains(id)
+            slot.holders > self.owned.contains_key(id).into() || claimed.contains(id)
         };
         let lent = self.arena.slots().filter(is_lent);
         (owned.sum(), lent.map(|(_, slot)| slot.bytes()).sum())

@@ -299,7 +299,7 @@ fn no_region_ever_holds_blocks_of_two_users() {
             Err(other) => panic!("{other}"),
         }
         let mut state = stage.pool.allocator().lock();
-        let slots: Vec<_> = state.owned.iter().copied().collect();
+        let slots: Vec<_> = state.owned.keys().copied().collect();
         let mut of_users = std::collections::HashMap::new();
         for slot in slots {
             let (user, region) = (state.user_of(slot), state.arena.slot(slot).region);

@@ -34,6 +34,7 @@ impl Play {
                 access: Access::ReadWrite,
             };
             self.state.lent_blocks.insert(slot.into(), lend);
+            self.state.owned.insert(slot, vec![slot.into()]);
         }
     }
 
