@@ -17,7 +17,7 @@ use super::last_writers::LastWriter;
 use crate::backend::TimelineWord;
 use crate::device::Device;
 use crate::lend::claims::{Borrowers, Claimant};
-use crate::lend::share_words::ShareWords;
+use crate::lend::share_words::{SLOTS, ShareWords};
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 use crate::verify::histories::Draw;
@@ -115,7 +115,7 @@ pub struct Play {
 impl Play {
     pub fn new(fault: Fault) -> Play {
         let users = Users::new(OWNER as u32, Quotas::default());
-        let (offers, _) = ShareWords::for_many().expect("a page");
+        let (offers, _) = ShareWords::for_many(SLOTS).expect("a page");
         let mut state = PoolState::new(&Device::host(), LIMIT, users, offers);
         state.borrowers = Borrowers::new(CLAIMS_MAX);
         let (memory, words, peers, owned, stream, scrubber, pending) = Default::default();

@@ -103,7 +103,7 @@ fn ended() {
 }
 
 fn lent() {
-    let (words, _) = ShareWords::for_many().expect("a page");
+    let (words, _) = ShareWords::for_many(SLOTS).expect("a page");
     let (is_let_go, is_claimed) = race_for(offered(words), |words, page| {
         words.end(NUMBER);
         !has_claim(page, NUMBER)

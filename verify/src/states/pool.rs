@@ -15,7 +15,7 @@ use super::last_writers::LastWriter;
 use crate::backend::Access;
 use crate::device::Device;
 use crate::lend::claims::{Borrowers, Claimant};
-use crate::lend::share_words::ShareWords;
+use crate::lend::share_words::{SLOTS, ShareWords};
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 use crate::verify::{page, process};
@@ -123,7 +123,7 @@ impl Play {
     pub fn new(peers: usize, fault: Fault) -> Play {
         let device = Device::host();
         let users = Users::new(OWNER, Quotas::default());
-        let (offers, _) = ShareWords::for_many().expect("a page");
+        let (offers, _) = ShareWords::for_many(SLOTS).expect("a page");
         let mut state = PoolState::new(&device, 2 * BLOCK, users, offers);
         state.borrowers = Borrowers::new(CLAIMS_MAX);
         let (total, room) = (state.arena.total(), state.arena.room());

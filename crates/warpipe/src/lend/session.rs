@@ -174,7 +174,7 @@ impl LendSession {
                 (hello, words, ready, Some((None, offers)))
             }
         };
-        let shares = shares.map(|(states, offers)| ShareWords::open(states, offers, &name));
+        let open = |(states, offers)| ShareWords::open(terms.words, states, offers, &name);
         let claims_bytes = words_bytes(terms.words as usize);
         if hello.claims_bytes != claims_bytes as u64 {
             let found = format!("{} bytes", hello.claims_bytes);
@@ -187,7 +187,7 @@ impl LendSession {
             words: SharedPage::open(of_streams, words, claims_bytes, &name)?,
             open: AtomicU32::default(),
             runs: Mutex::default(),
-            shares: shares.transpose()?,
+            shares: shares.map(open).transpose()?,
         });
         let ready = SharedPage::read(ready, hello.ready_bytes as usize, &name)?;
         ipc.observe(state.clone())?;

@@ -28,10 +28,10 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::{decode, encode};
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerFd;
-use crate::shm::page::SharedPage;
+use crate::shm::page::{SharedPage, words_bytes};
 
-/// The slots of a server. No share has the first one: its word in a receiver's page is [`CLOSED`]
-/// once the owner looks at the page no more.
+/// The most slots of a server. No share has the first one: its word in a receiver's page is
+/// [`CLOSED`] once the owner looks at the page no more.
 pub(crate) const SLOTS: u32 = 1 << 16;
 
 /// The bits of a slot, or of a turn.
@@ -43,11 +43,9 @@ const CLAIMED: u64 = 1 << 61;
 /// The first word of a receiver's page: it can claim nothing any more.
 const CLOSED: u64 = 1;
 
-const STATES_BYTES: usize = SLOTS as usize * size_of::<AtomicU64>();
 /// The number, the length of what follows, and an [`Offer`] as postcard has it.
 const OFFER_WORDS: usize = 32;
 const OFFER_BYTES: usize = OFFER_WORDS * size_of::<AtomicU64>();
-const OFFERS_BYTES: usize = SLOTS as usize * OFFER_BYTES;
 
 /// What all receivers of a server share.
 #[derive(Debug)]
@@ -94,15 +92,15 @@ pub(crate) fn is_closed(page: &SharedPage) -> bool {
 impl ShareWords {
     /// Of an owner of shares that one receiver has at a time, with the descriptors for receivers.
     pub(crate) fn create() -> Result<(ShareWords, [CloseOnForkFd; 2])> {
-        let (states, states_fd) = SharedPage::create(None, STATES_BYTES)?;
-        let (words, offers_fd) = ShareWords::for_many()?;
+        let (states, states_fd) = SharedPage::create(None, words_bytes(SLOTS as usize))?;
+        let (words, offers_fd) = ShareWords::for_many(SLOTS)?;
         let states = Some(states);
         Ok((ShareWords { states, ..words }, [states_fd, offers_fd]))
     }
 
-    /// Of an owner of shares that any number of receivers may have.
-    pub(crate) fn for_many() -> Result<(ShareWords, CloseOnForkFd)> {
-        let (offers, offers_fd) = SharedPage::publish(None, OFFERS_BYTES)?;
+    /// Of an owner of shares, in so many slots, that any number of receivers may have.
+    pub(crate) fn for_many(slots: u32) -> Result<(ShareWords, CloseOnForkFd)> {
+        let (offers, offers_fd) = SharedPage::publish(None, slots as usize * OFFER_BYTES)?;
         let words = ShareWords {
             states: None,
             offers,
@@ -111,12 +109,18 @@ impl ShareWords {
         Ok((words, offers_fd))
     }
 
-    /// Of a receiver.
-    pub(crate) fn open(states: Option<PeerFd>, offers: PeerFd, name: &str) -> Result<ShareWords> {
-        let states = states.map(|states| SharedPage::open(None, states, STATES_BYTES, name));
+    /// Of a receiver, whose owner has so many slots.
+    pub(crate) fn open(
+        slots: u32,
+        states: Option<PeerFd>,
+        offers: PeerFd,
+        name: &str,
+    ) -> Result<ShareWords> {
+        let slots = slots as usize;
+        let states = states.map(|states| SharedPage::open(None, states, words_bytes(slots), name));
         Ok(ShareWords {
             states: states.transpose()?,
-            offers: SharedPage::read(offers, OFFERS_BYTES, name)?,
+            offers: SharedPage::read(offers, slots * OFFER_BYTES, name)?,
             claiming: Mutex::default(),
         })
     }

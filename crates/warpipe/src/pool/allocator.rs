@@ -118,7 +118,7 @@ impl PoolAllocator {
     ) -> Result<Arc<PoolAllocator>> {
         let scrubber = device.stream()?;
         let uid = rustix::process::geteuid().as_raw();
-        let (offers, offers_fd) = ShareWords::for_many()?;
+        let (offers, offers_fd) = ShareWords::for_many(WORDS)?;
         let state = PoolState::new(&device, limit, Users::new(uid, quotas), offers);
         let (fence_words, fd) = SharedPage::publish(Some(&device), words_bytes(SLOTS_MAX))?;
         let pages = vec![fd, offers_fd];

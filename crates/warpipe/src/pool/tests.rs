@@ -12,9 +12,12 @@ use super::*;
 use crate::backend::Access;
 use crate::backend::testing::{Hook, Wrapped};
 use crate::error::{Expiry, HandleFault, NameFault};
-use crate::ipc::encode;
+use crate::ipc::domain::EndpointName;
 use crate::ipc::peer::Process;
+use crate::ipc::{Address, ClientSession, encode};
 use crate::lend::LendRequest;
+use crate::lend::share_words::ShareWords;
+use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::{EventSource, Next};
 use crate::{Device, Domain, Error, Kind, LentBuffer, Memory, Stream, Ticket};
 
@@ -474,6 +477,24 @@ fn lent(stage: &Stage) -> (Buffer, Ticket) {
     let ticket = block.lend(Access::ReadWrite).unwrap();
     drop(open(stage, &ticket));
     (block, ticket)
+}
+
+#[test]
+fn a_pools_pages_are_as_long_as_what_it_uses_and_a_peer_takes_no_others() {
+    let stage = Stage::new("lengths");
+    let at = Address {
+        domain: &stage.domain,
+        name: &EndpointName::new("pool").unwrap(),
+        kind: Kind::Pool,
+    };
+    let device = Some(stage.device.info().id);
+    let (_session, mut hello) = ClientSession::attach(&at, device, &[], Duration::ZERO).unwrap();
+    let bytes = |fd: &PeerFd| rustix::fs::fstat(fd).unwrap().st_size;
+    let lengths: Vec<_> = hello.fds.iter().map(bytes).collect();
+    assert_eq!(lengths, [64 << 10, 128 << 10, 1 << 20]);
+    let offers = hello.fds.pop().unwrap();
+    let opened = ShareWords::open(2 * WORDS, None, offers, "pool");
+    assert!(matches!(opened, Err(Error::Protocol { .. })), "{opened:?}");
 }
 
 fn open(stage: &Stage, ticket: &Ticket) -> LentBuffer {
