@@ -27,7 +27,7 @@ use crate::fork::CloseOnForkFd;
 const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
 
 /// The version of the layout, and of the handshake.
-pub(crate) const VERSION: u16 = 12;
+pub(crate) const VERSION: u16 = 13;
 
 /// The most entries a ring may have.
 pub(crate) const DEPTH_MAX: u32 = 4096;
