@@ -261,8 +261,7 @@ impl EventImporter {
             match users {
                 Some(users) if *users > 1 => *users -= 1,
                 _ => {
-                    if let Err(Error::Timeout { .. }) = importer.session.post(&close) {
-                        // The exporter does not read its socket.
+                    if importer.post(&close) == DropReadiness::Held {
                         return DropReadiness::Held;
                     }
                     opened.remove(&(index, serial));
@@ -272,15 +271,20 @@ impl EventImporter {
         });
     }
 
-    /// Sends a request to the exporter as soon as its socket has room, without waiting.
+    /// Sends a request without waiting. It is `Held` while the exporter does not read its socket,
+    /// or the kernel lacks memory for a message.
+    fn post(&self, body: &[u8]) -> DropReadiness {
+        match self.session.post(body) {
+            Err(Error::Timeout { .. } | Error::Os { .. }) => DropReadiness::Held,
+            _ => DropReadiness::Ready,
+        }
+    }
+
+    /// Sends a request to the exporter as soon as it can be sent, without waiting.
     fn post_deferred(self: &Arc<Self>, ask: &EventRequest) {
         let Ok(body) = encode(ask) else { return };
         let importer = self.clone();
-        self.reactor
-            .drop_after(move || match importer.session.post(&body) {
-                Err(Error::Timeout { .. }) => DropReadiness::Held,
-                _ => DropReadiness::Ready,
-            });
+        self.reactor.drop_after(move || importer.post(&body));
     }
 
     /// Sends a request and does not wait for the answer.
