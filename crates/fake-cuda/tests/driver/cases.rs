@@ -71,6 +71,7 @@ cases! {
     FAILED_IMPORT = failed_import;
     FAILED_RETAIN = failed_retain;
     FAILED_REGISTER = failed_register;
+    FAILED_STAGING = failed_staging;
     UNMAPPED_WORDS = unmapped_words;
     FAILED_OPEN = failed_open;
     FOREIGN_DESCRIPTORS = foreign_descriptors;

@@ -8,6 +8,7 @@ use warpipe::{Access, AllocationServer, Device, DeviceFault, Domain, Error, Limi
 use warpipe_testkit::{eventually, temporary_folder};
 
 use super::cases::{MIB, PATIENCE, REGION_BYTES, census, download, export, gpu, import, release};
+use super::transfers::{held_stream, write};
 
 pub fn missing_symbol() {
     let error = gpu().backend().allocate(REGION_BYTES).unwrap_err();
@@ -141,6 +142,38 @@ pub fn failed_register() {
         device.backend().unregister(start).unwrap();
         device.backend().unregister(start).unwrap_err();
     }
+}
+
+pub fn failed_staging() {
+    let (device, folder) = (gpu(), temporary_folder().unwrap());
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    let domain = Domain::at(folder.path()).unwrap();
+    // A process with an endpoint has a reaper.
+    let _server = AllocationServer::new("a", domain.on(&device)).unwrap();
+    let (stream, words) = held_stream(&device);
+    // The kB that a forked child does not get: those for copies.
+    let mapped = || {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut kb = 0;
+        let sums = maps.lines().filter_map(|line| match line.split_once(':')? {
+            ("Size", size) => {
+                kb = size.trim().trim_end_matches(" kB").parse().unwrap();
+                None
+            }
+            ("VmFlags", flags) => flags.contains(" dc").then_some(kb),
+            _ => None,
+        });
+        sums.sum::<u64>()
+    };
+    let before = mapped();
+    let refused = write(&device, &stream, region.ptr, &[1]);
+    assert!(matches!(refused, Err(Error::Driver { .. })), "{refused:?}");
+    write(&device, &stream, region.ptr, &[2]).unwrap();
+    let both = mapped() - before;
+    words[0].store(1);
+    let is_one = || mapped() - before == both / 2;
+    assert!(eventually(PATIENCE, is_one), "{both} and {}", mapped());
+    assert_eq!(download(&device, &stream, region.ptr, 1), [2]);
 }
 
 pub fn unmapped_words() {

@@ -260,6 +260,14 @@ fn a_failure_after_registering_is_undone() {
 }
 
 #[test]
+fn memory_for_copies_that_the_device_cannot_address_is_let_go_once_no_stream_waits() {
+    // The calls before are those of the server's page and of the words.
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", "cuMemHostGetDevicePointer_v2:3:1")
+        .run(cases::FAILED_STAGING);
+}
+
+#[test]
 fn words_that_were_unregistered_and_unmapped_are_not_read_again() {
     FakeDriver::new().run(cases::UNMAPPED_WORDS);
 }

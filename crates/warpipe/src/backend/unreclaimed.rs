@@ -83,17 +83,13 @@ pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, of: Held) {
         Ok(()) => {}
         // Counted for the rest of the process's life.
         Err(error) if error.is_reset() => count_kept(memory.bytes()),
-        Err(_) => retry(memory),
+        Err(_) => retry(memory.backend, memory.of),
     }
 }
 
-/// Takes over the remaining part of a region that was never finished.
-pub(super) fn retry_region(backend: Arc<dyn Backend>, region: RawRegion) {
-    let of = Held::Region(region);
-    retry(UnreclaimedMemory { backend, of });
-}
-
-fn retry(memory: UnreclaimedMemory) {
+/// Lets the device let go of memory that nothing uses any more, but not on this thread.
+pub(super) fn retry(backend: Arc<dyn Backend>, of: Held) {
+    let memory = UnreclaimedMemory { backend, of };
     count_kept(memory.bytes());
     let mut retries = RETRIES.lock();
     retries.list.push(memory);

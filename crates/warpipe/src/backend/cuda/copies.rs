@@ -104,7 +104,7 @@ impl Copies for CudaBackend {
         // SAFETY: the stream is the caller's.
         unsafe { self.check_not_capturing(stream) }?;
         if (pieces.len() > 1 || self.goes_as_rows(bytes))
-            && let Some(lease) = self.staging.lend(self.driver, bytes, Purpose::Upload)?
+            && let Some(lease) = self.staging.lend(self, bytes, Purpose::Upload)?
         {
             // SAFETY: the caller's promise.
             return unsafe { self.upload_lease(stream, dst, pieces, bytes, lease) };
@@ -157,7 +157,7 @@ impl Copies for CudaBackend {
         let current = self.enter()?;
         // SAFETY: the stream is the caller's.
         unsafe { self.check_not_capturing(stream) }?;
-        let lease = self.staging.lend(self.driver, bytes, Purpose::Kept)?;
+        let lease = self.staging.lend(self, bytes, Purpose::Kept)?;
         let Some(lease) = lease else {
             // The callers that have the memory may each wait for more of it: no wait here.
             drop(current);
@@ -202,7 +202,7 @@ impl CudaBackend {
                 // SAFETY: the caller's promise.
                 return unsafe { self.upload_at_once(stream, dst, src) };
             }
-            if let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)? {
+            if let Some(lease) = self.staging.lend(self, src.len(), Purpose::Upload)? {
                 if src.len() > SHORT_MAX {
                     slow_path::count(SlowPath::StagedUpload, src.len() as u64);
                 }
@@ -395,10 +395,7 @@ impl CudaBackend {
             }
             let mut wait = Wait::new(PATIENCE);
             let lease = loop {
-                match self
-                    .staging
-                    .lend(self.driver, bytes.len(), Purpose::Download)?
-                {
+                match self.staging.lend(self, bytes.len(), Purpose::Download)? {
                     Some(lease) => break lease,
                     None if !window.is_empty() => self.finish_first(stream, window)?,
                     None => wait.pause(|| "page-locked memory for a copy to the host".into())?,

@@ -12,8 +12,10 @@ use std::sync::{Mutex, MutexGuard};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::sys::{CUdeviceptr, Driver};
+use super::backend::CudaBackend;
+use super::sys::CUdeviceptr;
 use crate::backend::TimelineWord;
+use crate::backend::unreclaimed::Held;
 use crate::error::{Error, Result};
 use crate::mutex::LockUnpoisoned;
 
@@ -142,7 +144,8 @@ pub(super) struct Staging {
 
 impl StagingRegion {
     /// Maps and registers a region. The context is current.
-    fn new(driver: &Driver) -> Result<StagingRegion> {
+    fn new(backend: &CudaBackend) -> Result<StagingRegion> {
+        let driver = backend.driver;
         let (bytes, access) = (HEAD + LARGEST, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping, placed by the kernel.
         let base = unsafe {
@@ -162,8 +165,8 @@ impl StagingRegion {
             let _ = unsafe { rustix::mm::munmap(base, bytes) };
             return Err(error);
         }
-        // If this fails the memory stays: unregistering it might block.
-        let ptr = driver.cuMemHostGetDevicePointer_v2(base, 0)?;
+        let ptr = driver.cuMemHostGetDevicePointer_v2(base, 0);
+        let ptr = ptr.inspect_err(|_| backend.owe(Held::Registered(base.cast(), bytes)))?;
         Ok(StagingRegion {
             base: base.cast(),
             ptr,
@@ -308,7 +311,7 @@ impl Staging {
     /// The context is current.
     pub(super) fn lend(
         &self,
-        driver: &Driver,
+        backend: &CudaBackend,
         bytes: usize,
         purpose: Purpose,
     ) -> Result<Option<StagingLease>> {
@@ -322,7 +325,7 @@ impl Staging {
             // Without the lock: the driver may take long, and copies that have room go on.
             state.coming += 1;
             drop(state);
-            let made = StagingRegion::new(driver);
+            let made = StagingRegion::new(backend);
             state = self.lock();
             state.coming -= 1;
             state.regions.push(made?);

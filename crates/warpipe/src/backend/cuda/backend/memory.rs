@@ -15,7 +15,7 @@ use super::super::waits;
 use super::CudaBackend;
 use crate::backend::{
     Access, DeviceId, DevicePtr, RawRegion, Regions, no_room, not_shareable, out_of_reach,
-    unreclaimed,
+    unreclaimed::{self, Held},
 };
 use crate::error::{Error, Result};
 use crate::mutex::LockUnpoisoned;
@@ -134,7 +134,7 @@ impl CudaBackend {
         // The first failure is the one to report.
         // SAFETY: made here, and handed to no other code.
         if mapped.is_err() && unsafe { self.undo(&mut region) }.is_err() {
-            self.owe(region);
+            self.owe(Held::Region(region));
         } else if mapped.is_ok() {
             self.held.fetch_add(bytes, Ordering::Relaxed);
         }
@@ -227,13 +227,13 @@ impl CudaBackend {
             // SAFETY: made or imported by this backend, and released once. A mapping holds the
             // allocation.
             if unsafe { self.driver.cuMemRelease(handle) }.is_err() {
-                self.owe(RawRegion {
+                self.owe(Held::Region(RawRegion {
                     ptr: 0,
                     bytes: piece,
                     handle,
                     piece,
                     mapped: 0,
-                });
+                }));
             }
         }
     }
@@ -289,12 +289,14 @@ impl CudaBackend {
         out_of_reach(&self.info, owner, &reason)
     }
 
-    /// Queues the remaining part of an unfinished region for another attempt.
-    fn owe(&self, region: RawRegion) {
-        // Counted until it is released, like any region.
-        self.held.fetch_add(region.bytes, Ordering::Relaxed);
+    /// Has the reaper release what is not to be released here.
+    pub(in crate::backend::cuda) fn owe(&self, of: Held) {
+        if let Held::Region(region) = &of {
+            // Counted until it is released, like any region.
+            self.held.fetch_add(region.bytes, Ordering::Relaxed);
+        }
         if let Some(backend) = self.me.upgrade() {
-            unreclaimed::retry_region(backend, region);
+            unreclaimed::retry(backend, of);
         }
     }
 
