@@ -20,28 +20,25 @@ const POP_TRIES: u32 = 3;
 #[derive(Debug)]
 pub(super) struct Relaxed {
     driver: &'static Driver,
-    /// `None` for a driver without captures.
+    /// `None` if there is nothing to restore: it was the user's mode already, or the driver has no
+    /// captures.
     previous: Option<c_uint>,
 }
 
 impl Relaxed {
     pub(super) fn new(driver: &'static Driver) -> Relaxed {
+        let relaxed = sys::STREAM_CAPTURE_MODE_RELAXED;
+        let previous = driver.exchange_capture_mode(relaxed).ok();
         Relaxed {
             driver,
-            previous: driver
-                .exchange_capture_mode(sys::STREAM_CAPTURE_MODE_RELAXED)
-                .ok(),
+            previous: previous.filter(|&mode| mode != relaxed),
         }
     }
 }
 
 impl Drop for Relaxed {
     fn drop(&mut self) {
-        // Not if it was the user's mode already: then there is nothing to restore.
-        if let Some(mode) = self
-            .previous
-            .filter(|&mode| mode != sys::STREAM_CAPTURE_MODE_RELAXED)
-        {
+        if let Some(mode) = self.previous {
             let _ = self.driver.exchange_capture_mode(mode);
         }
     }

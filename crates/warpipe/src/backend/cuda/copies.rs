@@ -16,19 +16,19 @@
 
 use std::collections::VecDeque;
 use std::ptr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::backend::CudaBackend;
 use super::backend::memory::size;
 use super::host_copy::{Arrived, StagedCopy};
-use super::shutdown_gate;
+use super::shutdown_gate::Wait;
 use super::staging::{LARGEST, Piece, Purpose, StagingLease, UPLOADS_MAX};
 use super::sys::Fault;
 use super::sys::{
-    CUDA_MEMCPY3D, CUdeviceptr, CUstream, EVENT_DISABLE_TIMING, STREAM_WRITE_VALUE_DEFAULT,
+    CUDA_MEMCPY3D, CUdeviceptr, CUstream, CopySide, EVENT_DISABLE_TIMING,
+    STREAM_WRITE_VALUE_DEFAULT,
 };
 use crate::backend::{Copies, DevicePtr, HostCopy, RawStream, Rows, copy_at_once};
-use crate::backoff::Backoff;
 use crate::error::{Error, Result, StateFault};
 use crate::slow_path::{self, SlowPath};
 
@@ -46,33 +46,6 @@ const QUERIES: u32 = 3;
 
 /// No limit, for a copy that uses memory of the caller that is borrowed for the call alone.
 const NO_LIMIT: Duration = Duration::MAX;
-
-/// A limited wait.
-struct Wait {
-    start: Instant,
-    limit: Duration,
-    backoff: Backoff,
-}
-
-impl Wait {
-    fn new(limit: Duration) -> Wait {
-        let (start, backoff) = (Instant::now(), Backoff::default());
-        Wait {
-            start,
-            limit,
-            backoff,
-        }
-    }
-
-    fn pause(&mut self, what: impl FnOnce() -> String) -> Result<()> {
-        if self.start.elapsed() >= self.limit {
-            return Err(Error::timeout(what(), self.limit));
-        }
-        shutdown_gate::leave_if_ending();
-        self.backoff.pause();
-        Ok(())
-    }
-}
 
 fn earlier_work() -> String {
     "the stream's earlier work, and a copy behind it".into()
@@ -322,7 +295,13 @@ impl CudaBackend {
         // An odd number: twice, one byte apart.
         for start in 0..=(bytes % 2) as u64 {
             let (row, from) = (bytes / 2, piece.place_ptr + start);
-            let rows = CUDA_MEMCPY3D::linear((dst + start, row, 2), (from, row, 2), [row, 2, 1]);
+            let rows = CUDA_MEMCPY3D {
+                src: CopySide::linear(from, row, 2),
+                dst: CopySide::linear(dst + start, row, 2),
+                width: row,
+                height: 2,
+                depth: 1,
+            };
             // SAFETY: both ranges lie in those that the caller promises.
             unsafe { driver.cuMemcpy3DAsync_v2(&rows, stream) }?;
         }
@@ -485,7 +464,7 @@ impl CudaBackend {
     pub(super) fn wait_for_lease(&self, stream: CUstream, lease: &StagingLease) -> Result<()> {
         let mut wait = Wait::new(PATIENCE);
         while !lease.is_past() {
-            if !wait.backoff.is_spinning() {
+            if !wait.is_spinning() {
                 // A stream writes no word after its work has failed.
                 // SAFETY: as above.
                 unsafe { self.driver.stream_query(stream) }?;

@@ -2,12 +2,12 @@
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::shutdown_gate::Wait;
 use super::sys::{self, CUdevice, CUresult, Driver, Fault};
 use super::{fault, shutdown_gate};
 use crate::backend::{DeviceId, DeviceInfo, DeviceKind};
-use crate::backoff::Backoff;
 use crate::error::{DeviceFault, Error, Result, StateFault};
 
 /// The limit for an MPS server that is not ready.
@@ -43,17 +43,11 @@ fn close_at_exit() -> Result<()> {
 /// `cuInit`. An MPS server that has lost a client takes a moment before it accepts the next one, so
 /// this retries.
 fn init(driver: &Driver) -> Result<(), Fault> {
-    let start = Instant::now();
-    let mut backoff = Backoff::default();
+    let mut wait = Wait::new(MPS_PATIENCE);
+    let is_starting = |fault: Fault| fault.is(&[CUresult::MPS_SERVER_NOT_READY]);
     loop {
         match driver.cuInit(0) {
-            Err(fault)
-                if fault.is(&[CUresult::MPS_SERVER_NOT_READY])
-                    && start.elapsed() < MPS_PATIENCE =>
-            {
-                shutdown_gate::leave_if_ending();
-                backoff.pause();
-            }
+            Err(fault) if is_starting(fault) && wait.pause(String::new).is_ok() => {}
             other => return other,
         }
     }

@@ -14,6 +14,14 @@ impl Fault {
         matches!(self, Fault::Call { code, .. } if codes.contains(code))
     }
 
+    /// The typed error of one of `codes`, else the general one.
+    pub fn typed(self, codes: &[CUresult], error: impl FnOnce(Fault) -> Error) -> Error {
+        match self.is(codes) {
+            true => error(self),
+            false => self.into(),
+        }
+    }
+
     /// For messages that have their own variant: call and name, for example `cuMemMap:
     /// CUDA_ERROR_NOT_SUPPORTED`.
     pub fn words(&self) -> String {

@@ -151,9 +151,5 @@ impl CudaBackend {
 }
 
 fn not_exportable(fault: Fault, ptr: DevicePtr, kind: PointerKind) -> Error {
-    if fault.is(&NO_SUCH_ALLOCATION) {
-        Error::not_exportable(ptr, kind)
-    } else {
-        fault.into()
-    }
+    fault.typed(&NO_SUCH_ALLOCATION, |_| Error::not_exportable(ptr, kind))
 }

@@ -97,12 +97,39 @@ pub(crate) fn enter() -> DriverGuard {
     GATE.try_enter().unwrap_or_else(|| park_forever())
 }
 
-/// Call it between the calls of a loop that polls inside the gate: it does not return once the
-/// process ends, so that the loop cannot run for ever.
-#[inline]
-pub(super) fn leave_if_ending() {
-    if GATE.leave_if_ending() {
-        park_forever();
+/// A limited wait, in a loop that polls inside the gate.
+pub(super) struct Wait {
+    start: Instant,
+    limit: Duration,
+    backoff: Backoff,
+}
+
+impl Wait {
+    pub(super) fn new(limit: Duration) -> Wait {
+        Wait {
+            start: Instant::now(),
+            limit,
+            backoff: Backoff::default(),
+        }
+    }
+
+    /// Call it between the calls of the loop: it does not return once the process ends.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] on `what`.
+    pub(super) fn pause(&mut self, what: impl FnOnce() -> String) -> Result<()> {
+        if self.start.elapsed() >= self.limit {
+            return Err(Error::timeout(what(), self.limit));
+        }
+        if GATE.leave_if_ending() {
+            park_forever();
+        }
+        self.backoff.pause();
+        Ok(())
+    }
+
+    pub(super) fn is_spinning(&self) -> bool {
+        self.backoff.is_spinning()
     }
 }
 

@@ -162,60 +162,48 @@ pub(super) const STREAM_MEM_OP_WRITE_VALUE_64: c_uint = 5;
 pub(super) const STREAM_WAIT_VALUE_GEQ: c_uint = 0;
 pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
 
-/// `CUDA_MEMCPY3D`, used only for boxes in linear memory: the fields for arrays and offsets stay 0.
+/// One side of a [`CUDA_MEMCPY3D`], used only for boxes in linear memory: the fields for arrays and
+/// offsets stay 0.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
+pub(super) struct CopySide {
+    pub x: usize,
+    pub y: usize,
+    pub z: usize,
+    pub lod: usize,
+    pub memory_type: c_uint,
+    pub host: usize,
+    pub device: CUdeviceptr,
+    pub array: usize,
+    pub reserved: usize,
+    pub pitch: usize,
+    pub height: usize,
+}
+
+impl CopySide {
+    /// A box of linear memory: its address, the distance of its rows, and the number of rows in a
+    /// slice.
+    pub fn linear(device: CUdeviceptr, pitch: usize, height: usize) -> CopySide {
+        CopySide {
+            memory_type: MEMORYTYPE_UNIFIED,
+            device,
+            pitch,
+            height,
+            ..CopySide::default()
+        }
+    }
+}
+
+/// `CUDA_MEMCPY3D`, whose two sides have the same fields. The extent is a row's bytes, rows, and
+/// slices.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct CUDA_MEMCPY3D {
-    pub src_x: usize,
-    pub src_y: usize,
-    pub src_z: usize,
-    pub src_lod: usize,
-    pub src_memory_type: c_uint,
-    pub src_host: usize,
-    pub src_device: CUdeviceptr,
-    pub src_array: usize,
-    pub reserved0: usize,
-    pub src_pitch: usize,
-    pub src_height: usize,
-    pub dst_x: usize,
-    pub dst_y: usize,
-    pub dst_z: usize,
-    pub dst_lod: usize,
-    pub dst_memory_type: c_uint,
-    pub dst_host: usize,
-    pub dst_device: CUdeviceptr,
-    pub dst_array: usize,
-    pub reserved1: usize,
-    pub dst_pitch: usize,
-    pub dst_height: usize,
+    pub src: CopySide,
+    pub dst: CopySide,
     pub width: usize,
     pub height: usize,
     pub depth: usize,
-}
-
-impl CUDA_MEMCPY3D {
-    /// A copy between boxes of linear memory. A side is its address, the distance of its rows, and
-    /// the number of rows in a slice; the extent is a row's bytes, rows, and slices.
-    pub fn linear(
-        (dst_device, dst_pitch, dst_height): (CUdeviceptr, usize, usize),
-        (src_device, src_pitch, src_height): (CUdeviceptr, usize, usize),
-        [width, height, depth]: [usize; 3],
-    ) -> CUDA_MEMCPY3D {
-        CUDA_MEMCPY3D {
-            src_memory_type: MEMORYTYPE_UNIFIED,
-            src_device,
-            src_pitch,
-            src_height,
-            dst_memory_type: MEMORYTYPE_UNIFIED,
-            dst_device,
-            dst_pitch,
-            dst_height,
-            width,
-            height,
-            depth,
-            ..CUDA_MEMCPY3D::default()
-        }
-    }
 }
 
 /// `CUpointer_attribute`: those that are numbers of at most 64 bits, or handles.

@@ -124,13 +124,13 @@ fn every_function_takes_what_the_driver_takes() {
 }
 
 macro_rules! same_layout {
-    ($ours:ty, $theirs:ty, $($our_field:ident = $($their_field:ident).+),*) => {
+    ($ours:ty, $theirs:ty, $($($our_field:ident).+ = $($their_field:ident).+),*) => {
         assert_eq!(size_of::<$ours>(), size_of::<$theirs>(), stringify!($ours));
         assert_eq!(align_of::<$ours>(), align_of::<$theirs>(), stringify!($ours));
         $(assert_eq!(
-            offset_of!($ours, $our_field),
+            offset_of!($ours, $($our_field).+),
             offset_of!($theirs, $($their_field).+),
-            concat!(stringify!($ours), ".", stringify!($our_field)),
+            concat!(stringify!($ours), $(".", stringify!($our_field)),+),
         );)*
     };
 }
@@ -175,28 +175,28 @@ fn every_structure_has_the_drivers_layout() {
     same_layout!(
         ours::CUDA_MEMCPY3D,
         theirs::CUDA_MEMCPY3D,
-        src_x = srcXInBytes,
-        src_y = srcY,
-        src_z = srcZ,
-        src_lod = srcLOD,
-        src_memory_type = srcMemoryType,
-        src_host = srcHost,
-        src_device = srcDevice,
-        src_array = srcArray,
-        reserved0 = reserved0,
-        src_pitch = srcPitch,
-        src_height = srcHeight,
-        dst_x = dstXInBytes,
-        dst_y = dstY,
-        dst_z = dstZ,
-        dst_lod = dstLOD,
-        dst_memory_type = dstMemoryType,
-        dst_host = dstHost,
-        dst_device = dstDevice,
-        dst_array = dstArray,
-        reserved1 = reserved1,
-        dst_pitch = dstPitch,
-        dst_height = dstHeight,
+        src.x = srcXInBytes,
+        src.y = srcY,
+        src.z = srcZ,
+        src.lod = srcLOD,
+        src.memory_type = srcMemoryType,
+        src.host = srcHost,
+        src.device = srcDevice,
+        src.array = srcArray,
+        src.reserved = reserved0,
+        src.pitch = srcPitch,
+        src.height = srcHeight,
+        dst.x = dstXInBytes,
+        dst.y = dstY,
+        dst.z = dstZ,
+        dst.lod = dstLOD,
+        dst.memory_type = dstMemoryType,
+        dst.host = dstHost,
+        dst.device = dstDevice,
+        dst.array = dstArray,
+        dst.reserved = reserved1,
+        dst.pitch = dstPitch,
+        dst.height = dstHeight,
         width = WidthInBytes,
         height = Height,
         depth = Depth

@@ -7,13 +7,13 @@
 //! host data free of a thread switch.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use crate::backend::word::PARK_MAX;
 use crate::backend::{DevicePtr, StreamOp, TimelineWord};
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::thread::Thread;
 use crate::mutex::LockUnpoisoned;
@@ -92,25 +92,17 @@ pub(super) struct HostStream {
     calls: Option<Mutex<()>>,
 }
 
-impl fmt::Debug for HostStream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostStream")
-            .field("queued", &self.lock().ops.len())
-            .finish()
-    }
-}
+opaque_debug!(HostStream { unfinished });
 
 impl HostStream {
     /// A new stream. One that `is_like_a_drivers` has a short queue, and blocks its callers when
     /// that is full.
     pub(super) fn start(is_like_a_drivers: bool) -> Result<Arc<HostStream>> {
-        let (unfinished, queue, changed) = (AtomicUsize::new(0), Mutex::default(), Condvar::new());
-        let calls = is_like_a_drivers.then(Mutex::default);
         let stream = Arc::new(HostStream {
-            unfinished,
-            queue,
-            changed,
-            calls,
+            unfinished: AtomicUsize::new(0),
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            calls: is_like_a_drivers.then(Mutex::default),
         });
         let worker = stream.clone();
         Thread::start("warpipe-stream", move || worker.run())?;

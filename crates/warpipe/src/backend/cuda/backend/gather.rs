@@ -3,7 +3,7 @@
 
 use std::ffi::CStr;
 
-use super::super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, Driver};
+use super::super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, CopySide, Driver};
 use super::CudaBackend;
 use super::kernels::ResidentKernel;
 use super::memory::size;
@@ -131,30 +131,34 @@ fn boxed(rows: &Rows) -> Option<CUDA_MEMCPY3D> {
     if rows.bytes() < DRIVERS_ROW_MIN {
         return None;
     }
-    let to = pitch(rows, row, slice, |axis| axis.to)?;
-    let from = pitch(rows, row, slice, |axis| axis.from)?;
-    let extent = [
-        rows.bytes() as usize,
-        row.length as usize,
-        slice.length as usize,
-    ];
-    let (to, from) = ((rows.to(), to.0, to.1), (rows.from(), from.0, from.1));
-    Some(CUDA_MEMCPY3D::linear(to, from, extent))
+    Some(CUDA_MEMCPY3D {
+        src: side(rows, rows.from(), row, slice, |axis| axis.from)?,
+        dst: side(rows, rows.to(), row, slice, |axis| axis.to)?,
+        width: rows.bytes() as usize,
+        height: row.length as usize,
+        depth: slice.length as usize,
+    })
 }
 
-/// The distance between the rows of one side, and the number of rows in a slice; `None` if the
-/// driver cannot express that.
-fn pitch(rows: &Rows, row: Axis, slice: Axis, stride: fn(&Axis) -> i64) -> Option<(usize, usize)> {
+/// One side of the rows, from this address on; `None` if the driver cannot express it.
+fn side(
+    rows: &Rows,
+    start: CUdeviceptr,
+    row: Axis,
+    slice: Axis,
+    stride: fn(&Axis) -> i64,
+) -> Option<CopySide> {
     let pitch = stride(&row);
     if pitch < rows.bytes() as i64 || pitch > PITCH_MAX {
         return None;
     }
-    if slice.length == 1 {
-        return Some((pitch as usize, row.length as usize));
-    }
-    let height = stride(&slice) / pitch;
-    let is_whole = stride(&slice) % pitch == 0 && height >= row.length as i64;
-    is_whole.then_some((pitch as usize, height as usize))
+    let height = match slice.length {
+        1 => row.length as i64,
+        _ if stride(&slice) % pitch != 0 => return None,
+        _ => stride(&slice) / pitch,
+    };
+    let is_apart = height >= row.length as i64;
+    is_apart.then(|| CopySide::linear(start, pitch as usize, height as usize))
 }
 
 #[cfg(test)]
@@ -172,12 +176,12 @@ mod tests {
     fn long_rows_in_up_to_three_dimensions_are_the_drivers() {
         let crop = boxed(&rows(DType::F32, &[100, 128], &[1000, 1], 8)).unwrap();
         assert_eq!(
-            (crop.src_device, crop.src_pitch, crop.dst_pitch),
+            (crop.src.device, crop.src.pitch, crop.dst.pitch),
             ((1 << 40) + 8, 4000, 512)
         );
         assert_eq!((crop.width, crop.height, crop.depth), (512, 100, 1));
         let deep = boxed(&rows(DType::U8, &[7, 100, 600], &[200_000, 1000, 1], 0)).unwrap();
-        assert_eq!((deep.src_height, deep.dst_height), (200, 100));
+        assert_eq!((deep.src.height, deep.dst.height), (200, 100));
         assert_eq!((deep.width, deep.height, deep.depth), (600, 100, 7));
     }
 

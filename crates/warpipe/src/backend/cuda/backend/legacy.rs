@@ -49,10 +49,8 @@ impl Ipc for CudaBackend {
         let event = self.driver.cuEventCreate(flags).map_err(|fault| {
             events.count.remove();
             // Other code of this process may have some, too.
-            match fault.is(&NO_EVENT_LEFT) {
-                true => Error::Limit(LimitFault::Events(IPC_EVENTS_MAX)),
-                false => fault.into(),
-            }
+            let none_left = |_| Error::Limit(LimitFault::Events(IPC_EVENTS_MAX));
+            fault.typed(&NO_EVENT_LEFT, none_left)
         })?;
         events.live.locked().insert(event.addr());
         Ok(RawEvent(event))
@@ -66,10 +64,7 @@ impl Ipc for CudaBackend {
 
     fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
         let _current = self.enter()?;
-        let refused = |fault: Fault| match fault.is(&REFUSED) {
-            true => Error::legacy(HandleFault::Refused(fault.words())),
-            false => fault.into(),
-        };
+        let refused = |fault: Fault| fault.typed(&REFUSED, refused);
         let handle = CUipcHandle { reserved: *handle };
         let event = self.driver.cuIpcOpenEventHandle(handle).map_err(refused)?;
         Ok(RawEvent(event))
@@ -124,12 +119,9 @@ impl Ipc for CudaBackend {
 
     unsafe fn export_legacy(&self, base: CUdeviceptr) -> Result<IpcBytes> {
         let _current = self.enter()?;
-        let exported = self.driver.cuIpcGetMemHandle(base).map_err(|fault| {
-            if fault.is(&[CUresult::INVALID_VALUE]) {
-                return Error::not_exportable(base, PointerKind::Unknown);
-            }
-            fault.into()
-        });
+        let unknown = |_| Error::not_exportable(base, PointerKind::Unknown);
+        let exported = self.driver.cuIpcGetMemHandle(base);
+        let exported = exported.map_err(|fault| fault.typed(&[CUresult::INVALID_VALUE], unknown));
         Ok(exported?.reserved)
     }
 
@@ -245,7 +237,7 @@ impl CudaBackend {
                 );
                 Error::device(DeviceFault::NoSuchDevice, text)
             }
-            _ => Error::legacy(HandleFault::Refused(fault.words())),
+            _ => refused(fault),
         }
     }
 
@@ -262,6 +254,10 @@ impl CudaBackend {
         }
         Ok(None)
     }
+}
+
+fn refused(fault: Fault) -> Error {
+    Error::legacy(HandleFault::Refused(fault.words()))
 }
 
 /// This process's interprocess events, on all devices: the driver's limit is per process.

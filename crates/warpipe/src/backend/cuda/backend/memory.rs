@@ -261,14 +261,13 @@ impl CudaBackend {
 
     /// [`Error::Limit`] if the fault is of that kind, else the fault's general error.
     pub(in crate::backend::cuda) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
-        if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
-            return fault.into();
-        }
-        let detail = match self.driver.cuMemGetInfo_v2() {
-            Ok((free, total)) => format!(" ({free} of {total} bytes are free)"),
-            Err(_) => String::new(),
-        };
-        no_room(&self.info.name, bytes, detail)
+        fault.typed(&[CUresult::OUT_OF_MEMORY], |_| {
+            let detail = match self.driver.cuMemGetInfo_v2() {
+                Ok((free, total)) => format!(" ({free} of {total} bytes are free)"),
+                Err(_) => String::new(),
+            };
+            no_room(&self.info.name, bytes, detail)
+        })
     }
 
     /// If the owner device is visible here, the driver tells in advance whether its memory can be
@@ -338,11 +337,9 @@ pub(in crate::backend::cuda) fn size(bytes: u64) -> Result<usize> {
 }
 
 pub(in crate::backend::cuda) fn import_error(fault: Fault) -> Error {
-    if fault.is(&NOT_SUCH_MEMORY) {
+    fault.typed(&NOT_SUCH_MEMORY, |fault| {
         not_shareable(WANTED, fault.words())
-    } else {
-        fault.into()
-    }
+    })
 }
 
 /// Keeps files that are not driver memory from the driver, which would have to deal with a peer's
