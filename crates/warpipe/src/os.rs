@@ -85,12 +85,7 @@ fn lock_of(kind: libc::c_int, byte: i64) -> libc::flock {
 /// The credentials of the peer of a connected Unix socket: `getsockopt(SO_PEERCRED)`, `unix(7)`. A
 /// user or group that this user namespace does not map is [`UNMAPPED`].
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
-    let mut credentials = libc::ucred {
-        pid: 0,
-        uid: UNMAPPED,
-        gid: UNMAPPED,
-    };
-    socket_option(socket, libc::SO_PEERCRED, &mut credentials)?;
+    let mut credentials = kernels_credentials(socket)?;
     if is_unmapped_user(credentials.uid) {
         credentials.uid = UNMAPPED;
     }
@@ -107,13 +102,17 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Er
 /// The peer's uid alone, as the kernel counts it in this user namespace, whether it is mapped or
 /// not.
 pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
+    Ok(kernels_credentials(socket)?.uid)
+}
+
+fn kernels_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
     let mut credentials = libc::ucred {
         pid: 0,
         uid: UNMAPPED,
         gid: UNMAPPED,
     };
     socket_option(socket, libc::SO_PEERCRED, &mut credentials)?;
-    Ok(credentials.uid)
+    Ok(credentials)
 }
 
 /// Makes a file so long: `ftruncate(2)`. A length beyond `RLIMIT_FSIZE`, which counts a memfd's, too,

@@ -128,11 +128,8 @@ impl Stream {
             return Ok(());
         }
         let tell = |device: &Device| format!("one of {device} ({})", device.info().id);
-        Err(Error::argument(
-            "stream",
-            tell(self.device()),
-            format!("{}, where this memory lies", tell(device)),
-        ))
+        let allowed = format!("{}, where this memory lies", tell(device));
+        Err(Error::argument("stream", tell(self.device()), allowed))
     }
 
     /// Enqueues a kernel, on the host backend its CPU version (`cuLaunchKernel`).
@@ -226,11 +223,8 @@ impl Stream {
         }
         if rows.meet() {
             let found = format!("{source:?} at {from:#x}");
-            return Err(Error::argument(
-                "from",
-                found,
-                format!("memory apart from that of {into:?} at {to:#x}"),
-            ));
+            let allowed = format!("memory apart from that of {into:?} at {to:#x}");
+            return Err(Error::argument("from", found, allowed));
         }
         // SAFETY: the stream is live as long as self; every row lies in its slot, as layouts were
         // checked to, and the two sides are apart; the caller promises the rest.
@@ -285,7 +279,7 @@ impl Stream {
     /// [`Error::Timeout`]; [`Error::Driver`].
     pub fn synchronize<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         let wait = wait.into();
-        wait.poll("the end of the stream's work", || self.is_idle())
+        wait.poll(|| "the end of the stream's work".into(), || self.is_idle())
     }
 
     /// Makes this stream wait until the work enqueued on `other` so far is done (`cuEventRecord`
@@ -296,11 +290,8 @@ impl Stream {
     /// being captured; [`Error::Driver`].
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         if self.device().info().id != other.device().info().id {
-            return Err(Error::argument(
-                "other",
-                other.device(),
-                format!("a stream of {}", self.device()),
-            ));
+            let allowed = format!("a stream of {}", self.device());
+            return Err(Error::argument("other", other.device(), allowed));
         }
         if self.raw() == other.raw() {
             return Ok(());

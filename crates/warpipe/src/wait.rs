@@ -159,13 +159,34 @@ impl<'a> Wait<'a> {
 
     /// Polls, ever more rarely, until `is_done`, for what no other thread reports. `what` is
     /// awaited, for the error of a wait that is over before.
-    pub(crate) fn poll(&self, what: &str, mut is_done: impl FnMut() -> Result<bool>) -> Result<()> {
+    pub(crate) fn poll(
+        &self,
+        what: impl FnOnce() -> String,
+        mut is_done: impl FnMut() -> Result<bool>,
+    ) -> Result<()> {
         let mut backoff = Backoff::default();
         while !is_done()? {
             if self.is_over() {
-                return Err(Error::timeout(what, self.limit));
+                return Err(Error::timeout(what(), self.limit));
             }
             backoff.pause();
+        }
+        Ok(())
+    }
+
+    /// As [`poll`](Self::poll), for what ends a `sleep`, which lasts no longer than its argument.
+    pub(crate) fn until(
+        &self,
+        what: impl FnOnce() -> String,
+        mut is_done: impl FnMut() -> Result<bool>,
+        sleep: impl Fn(Duration),
+    ) -> Result<()> {
+        while !is_done()? {
+            let slice = self.slice();
+            if slice.is_zero() {
+                return Err(Error::timeout(what(), self.limit));
+            }
+            sleep(slice);
         }
         Ok(())
     }

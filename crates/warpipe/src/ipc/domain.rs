@@ -103,13 +103,9 @@ impl Domain {
             if path.is_absolute() {
                 return Ok(path);
             }
-            return Err(Error::Name(NameFault::Domain {
-                path,
-                reason:
-                    "WARPIPE_DOMAIN has to be an absolute path: each process would find another \
-                         directory from its own"
-                        .into(),
-            }));
+            let reason = "WARPIPE_DOMAIN has to be an absolute path: each process would find \
+                          another directory from its own";
+            return Err(unusable(&path, reason.into()));
         }
         let uid = rustix::process::geteuid().as_raw();
         let of_session = variable("XDG_RUNTIME_DIR").map(PathBuf::from);
@@ -147,12 +143,7 @@ impl Domain {
         // behind which the kernel would follow a symlink in spite of O_NOFOLLOW.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let path: &Path = &path.components().collect::<PathBuf>();
-        let fail = |reason: String| {
-            Error::Name(NameFault::Domain {
-                path: path.to_owned(),
-                reason,
-            })
-        };
+        let fail = |reason| unusable(path, reason);
         if create {
             match rustix::fs::mkdir(path, Mode::RWXU) {
                 Ok(()) | Err(Errno::EXIST) => {}
@@ -554,14 +545,16 @@ fn no_way_through(path: &Path) -> Error {
     )
 }
 
+fn unusable(path: &Path, reason: String) -> Error {
+    Error::Name(NameFault::Domain {
+        path: path.to_owned(),
+        reason,
+    })
+}
+
 /// Opens the directory of a domain.
 fn open_domain(path: &Path, is_own: bool) -> Result<OwnedFd> {
-    let fail = |reason: String| {
-        Error::Name(NameFault::Domain {
-            path: path.to_owned(),
-            reason,
-        })
-    };
+    let fail = |reason| unusable(path, reason);
     let access = if is_own { OFlags::RDONLY } else { OFlags::PATH };
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | access;
     match rustix::fs::open(path, flags, Mode::empty()).and_then(os::above_standard) {

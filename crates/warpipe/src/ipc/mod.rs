@@ -233,10 +233,12 @@ pub(crate) trait RequestHandler: Send + Sync {
     /// client that it rejects.
     fn on_connect(
         &self,
-        server_core: &ServerCore,
-        client: &ClientInfo,
-        body: &[u8],
-    ) -> Result<OutgoingReply, Rejection>;
+        _server_core: &ServerCore,
+        _client: &ClientInfo,
+        _body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply::default())
+    }
 
     /// A client sends a request.
     fn on_request(
@@ -349,14 +351,17 @@ pub(crate) struct Address<'a> {
 pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
     let bytes = postcard::to_stdvec(message)
         .map_err(|e| Error::argument("message", e, "what postcard can write"))?;
-    if bytes.len() > BODY_BYTES_MAX {
-        return Err(Error::argument(
-            "message",
-            format!("{} bytes", bytes.len()),
-            format!("up to {BODY_BYTES_MAX}"),
-        ));
-    }
+    check_length(&bytes)?;
     Ok(bytes)
+}
+
+fn check_length(body: &[u8]) -> Result<()> {
+    if body.len() > BODY_BYTES_MAX {
+        let found = format!("{} bytes", body.len());
+        let allowed = format!("up to {BODY_BYTES_MAX}");
+        return Err(Error::argument("message", found, allowed));
+    }
+    Ok(())
 }
 
 /// Decodes a message that takes up all bytes.

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use self::state::{SessionState, has_closed};
 use super::client_handshake::{Answer, ClientHandshake, HandshakeLimit};
-use super::{Address, BODY_BYTES_MAX, IncomingReply, REPLY_TIMEOUT, SessionObserver};
+use super::{Address, IncomingReply, REPLY_TIMEOUT, SessionObserver, check_length};
 use crate::backend::DeviceId;
 use crate::backoff::Backoff;
 use crate::debug::opaque_debug;
@@ -131,13 +131,7 @@ impl ClientSession {
         wait: impl Into<Wait<'w>>,
     ) -> Result<IncomingReply> {
         let (inner, wait) = (self.inner.get()?, wait.into());
-        if body.len() > BODY_BYTES_MAX {
-            return Err(Error::argument(
-                "message",
-                format!("{} bytes", body.len()),
-                format!("up to {BODY_BYTES_MAX}"),
-            ));
-        }
+        check_length(body)?;
         let serial = inner.next_serial.fetch_add(1, SeqCst);
         inner.add_request(serial, &wait)?;
         let (request, fds) = (body, Vec::from_iter(memory));

@@ -3,7 +3,6 @@
 //! of legacy memory.
 
 use std::collections::HashMap;
-use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
@@ -18,7 +17,6 @@ use super::{
     Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, RETURNED, Terms,
 };
 use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
-use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -28,7 +26,7 @@ use crate::memory::legacy::LegacyHandle;
 use crate::memory::mapped_region::{ImportKey, MappedRegion};
 use crate::memory::pieces::RUN_PIECES_MAX;
 use crate::memory::region::Region;
-use crate::memory::slice::{MappedMemory, check_range};
+use crate::memory::slice::{MappedMemory, check_range, deref_to_slice};
 use crate::memory::weak_cache::WeakCache;
 use crate::mutex::LockUnpoisoned;
 use crate::options::Attachment;
@@ -450,19 +448,15 @@ impl LendSession {
             return Err(self.wrong("ready word", index.to_string(), format!("below {words}")));
         }
         let word = self.ready.word(index as usize);
-        let mut backoff = Backoff::default();
-        while !word.reached(value) {
+        let what = || format!("the contents of memory of {:?}", self.name());
+        wait.poll(what, || {
+            let is_ready = word.reached(value);
             // The word may have been stored just before the end.
-            if self.ipc().is_dead() && !word.reached(value) {
+            if !is_ready && self.ipc().is_dead() && !word.reached(value) {
                 return Err(self.ipc().owner_gone());
             }
-            if wait.is_over() {
-                let what = format!("the contents of memory of {:?}", self.name());
-                return Err(Error::timeout(what, wait.limit()));
-            }
-            backoff.pause();
-        }
-        Ok(())
+            Ok(is_ready || word.reached(value))
+        })
     }
 
     /// The runs that are mapped now.
@@ -542,13 +536,7 @@ pub struct LentBuffer {
     slice: DeviceSlice,
 }
 
-impl Deref for LentBuffer {
-    type Target = DeviceSlice;
-
-    fn deref(&self) -> &DeviceSlice {
-        &self.slice
-    }
-}
+deref_to_slice!(LentBuffer);
 
 impl LentBuffer {
     /// Releases the memory behind the work enqueued on `stream` so far, and on the other recorded

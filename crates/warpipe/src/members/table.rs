@@ -194,11 +194,8 @@ impl MemberTable {
 
     pub(super) fn register(&mut self, name: &str, cleanup: Cleanup) -> Result<()> {
         if self.cleanups_count >= CLEANUPS_MAX {
-            return Err(Error::argument(
-                "on_death_of",
-                CLEANUPS_MAX + 1,
-                format!("up to {CLEANUPS_MAX} at a time"),
-            ));
+            let allowed = format!("up to {CLEANUPS_MAX} at a time");
+            return Err(Error::argument("on_death_of", CLEANUPS_MAX + 1, allowed));
         }
         let of_name = self.cleanups.entry(name.to_owned()).or_default();
         of_name.push(cleanup);

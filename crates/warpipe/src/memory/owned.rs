@@ -1,6 +1,5 @@
 //! Memory that this process allocated and can share.
 
-use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 
@@ -9,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::mapped_region::MappedRegion;
 use super::region::{Region, check_reach};
 use super::shared::SharedMemory;
-use super::slice::{DeviceSlice, check_range};
+use super::slice::{DeviceSlice, check_range, deref_to_slice};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -47,13 +46,7 @@ pub struct Memory {
     slice: Arc<DeviceSlice>,
 }
 
-impl Deref for Memory {
-    type Target = DeviceSlice;
-
-    fn deref(&self) -> &DeviceSlice {
-        &self.slice
-    }
-}
+deref_to_slice!(Memory);
 
 /// The description that an importer of a bare memory descriptor needs. Send it along with the
 /// descriptor.

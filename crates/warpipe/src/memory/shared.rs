@@ -1,10 +1,9 @@
 //! Memory of another process, mapped here.
 
-use std::ops::Deref;
 use std::sync::Arc;
 
 use super::mapped_region::MappedRegion;
-use super::slice::DeviceSlice;
+use super::slice::{DeviceSlice, deref_to_slice};
 use crate::error::Result;
 
 /// Another process's memory, or a range of it, mapped here (`cuMemMap` of an imported handle, or
@@ -21,13 +20,7 @@ pub struct SharedMemory {
     pub(crate) mapping: Arc<MappedRegion>,
 }
 
-impl Deref for SharedMemory {
-    type Target = DeviceSlice;
-
-    fn deref(&self) -> &DeviceSlice {
-        &self.slice
-    }
-}
+deref_to_slice!(SharedMemory);
 
 impl SharedMemory {
     pub(crate) fn whole(mapping: &Arc<MappedRegion>, name: &str) -> Result<SharedMemory> {

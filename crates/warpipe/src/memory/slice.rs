@@ -54,6 +54,20 @@ impl MappedMemory {
     }
 }
 
+/// Gives a handle of memory the methods of the slice that it has.
+macro_rules! deref_to_slice {
+    ($handle:ident) => {
+        impl std::ops::Deref for $handle {
+            type Target = $crate::memory::DeviceSlice;
+
+            fn deref(&self) -> &Self::Target {
+                &self.slice
+            }
+        }
+    };
+}
+pub(crate) use deref_to_slice;
+
 /// A range of device memory: an address, a length, a device, and the streams that work on it.
 /// [`Memory`](crate::Memory), [`SharedMemory`](crate::SharedMemory), [`Buffer`](crate::Buffer),
 /// [`LentBuffer`](crate::LentBuffer) and [`LegacyMemory`](crate::LegacyMemory) dereference to it.
@@ -161,11 +175,8 @@ impl DeviceSlice {
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
         if self.access == Access::Read {
-            return Err(Error::argument(
-                "memory",
-                "given for reading",
-                "memory given for writing, too",
-            ));
+            let allowed = "memory given for writing, too";
+            return Err(Error::argument("memory", "given for reading", allowed));
         }
         self.mapping.owner_process.check()?;
         stream.check_of(self.device())?;
@@ -268,7 +279,7 @@ pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Re
 pub(crate) fn wait_for(streams: &StreamSet, wait: &Wait<'_>) -> Result<()> {
     let mut fence = streams.fence_busy();
     let what = "the end of the streams' work on this memory";
-    wait.poll(what, || Ok(fence.is_reached()))
+    wait.poll(|| what.into(), || Ok(fence.is_reached()))
 }
 
 /// Whether `offset..offset + bytes` lies in `available` bytes.

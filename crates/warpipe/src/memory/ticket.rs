@@ -116,16 +116,12 @@ impl Ticket {
         wanted: Wanted,
         device: Option<DeviceId>,
     ) -> Result<Ticket> {
-        let path = handle::path_of(domain)?;
-        let host = ProcessOrigin::here()?.host;
-        let owner = domain.owner();
-        let name = name.to_string();
         Ok(Ticket {
             fields: Fields {
-                host,
-                domain: path,
-                owner,
-                name,
+                host: ProcessOrigin::here()?.host,
+                domain: handle::path_of(domain)?,
+                owner: domain.owner(),
+                name: name.to_string(),
                 kind,
                 incarnation,
                 wanted,

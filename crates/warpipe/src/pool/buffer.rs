@@ -1,7 +1,6 @@
 //! The owner's side: the pool and its blocks.
 
 use std::collections::HashMap;
-use std::ops::Deref;
 use std::sync::Arc;
 
 use super::allocator::PoolAllocator;
@@ -14,6 +13,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, IpcServer, Kind};
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{SlotId, check_limit};
+use crate::memory::slice::deref_to_slice;
 use crate::memory::ticket::Ticket;
 use crate::options::{MEMORY_LIMIT, chosen_place, in_domain, serve};
 use crate::stream::Stream;
@@ -274,13 +274,7 @@ pub struct Buffer {
     is_free: bool,
 }
 
-impl Deref for Buffer {
-    type Target = DeviceSlice;
-
-    fn deref(&self) -> &DeviceSlice {
-        &self.slice
-    }
-}
+deref_to_slice!(Buffer);
 
 impl Buffer {
     /// A ticket with which peers may open this block

@@ -18,7 +18,7 @@ use crate::ipc::{Address, ClientSession, encode};
 use crate::lend::LendRequest;
 use crate::lend::share_words::ShareWords;
 use crate::runtime::closer::PeerFd;
-use crate::runtime::reactor::{EventSource, Next};
+use crate::runtime::reactor::EventSource;
 use crate::{Device, Domain, Error, Kind, LentBuffer, Memory, Stream, Ticket};
 
 pub(super) const WAIT: Duration = Duration::from_secs(10);
@@ -604,10 +604,6 @@ fn a_peer_of_another_user_holds_nothing_by_words_that_it_writes() {
 struct Clock(Mutex<mpsc::Sender<()>>);
 
 impl EventSource for Clock {
-    fn on_ready(&self, _: u64) -> Next {
-        Next::Stop
-    }
-
     fn on_tick(&self, _: u64) {
         let _ = self.0.lock().unwrap().send(());
     }

@@ -450,11 +450,8 @@ impl UntrustedEntry {
         let end = self.slot.checked_add(bytes);
         if end.is_none_or(|end| end > region_bytes) {
             let found = format!("{} + {bytes} bytes", self.slot);
-            return Err(violation(
-                "slot",
-                found,
-                format!("inside the region's {region_bytes} bytes"),
-            ));
+            let allowed = format!("inside the region's {region_bytes} bytes");
+            return Err(violation("slot", found, allowed));
         }
         Ok(CheckedEntry {
             sequence: self.sequence,

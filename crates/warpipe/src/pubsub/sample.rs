@@ -68,17 +68,10 @@ impl Receipt {
         if self.check()? {
             return Ok(());
         }
-        let wait = wait.into();
-        while !self.check()? {
-            let slice = wait.slice();
-            if slice.is_zero() {
-                let (sequence, name) = (self.sequence, &self.link.terms.name);
-                let what = format!("the data of sample {sequence} of {name:?}");
-                return Err(Error::timeout(what, wait.limit()));
-            }
-            self.wait_word(slice);
-        }
-        Ok(())
+        let (sequence, name) = (self.sequence, &self.link.terms.name);
+        let what = || format!("the data of sample {sequence} of {name:?}");
+        let sleep = |slice| self.wait_word(slice);
+        wait.into().until(what, || self.check(), sleep)
     }
 
     /// Waits on the CPU until the data may be complete, or never will be, at most `limit`.

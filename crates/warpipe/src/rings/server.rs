@@ -172,10 +172,8 @@ impl RingServer {
             drop(state);
             let slice = wait.slice();
             if slice.is_zero() {
-                return Err(Error::timeout(
-                    format!("{wanted} consumers of {name:?} ({came} came)"),
-                    wait.limit(),
-                ));
+                let what = format!("{wanted} consumers of {name:?} ({came} came)");
+                return Err(Error::timeout(what, wait.limit()));
             }
             let lacks_words = |state: &mut RingState| state.words().is_none();
             drop((self.changed).wait_timeout_while(self.lock(), slice, lacks_words));

@@ -55,7 +55,9 @@ pub(crate) enum Next {
 /// [`EventSource::runs_on_control_thread`]).
 pub(crate) trait EventSource: IntoDeferred + Sync {
     /// The descriptor that was registered with `tag` is readable or closed.
-    fn on_ready(&self, tag: u64) -> Next;
+    fn on_ready(&self, _tag: u64) -> Next {
+        Next::Stop
+    }
 
     /// [`TICK`] has passed.
     fn on_tick(&self, _now_ns: u64) {}

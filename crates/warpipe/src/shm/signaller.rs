@@ -15,7 +15,7 @@ use crate::backend::StreamOp;
 use crate::error::{Error, Result};
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::fence::{Fence, StreamSet};
-use crate::runtime::reactor::{EventSource, Next, Reactor};
+use crate::runtime::reactor::{EventSource, Reactor};
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedLock};
 use crate::shm::counter::SharedCounter;
 use crate::stream::Stream;
@@ -63,10 +63,6 @@ struct SignallerState {
 struct LateCopies(Arc<Signaller>);
 
 impl EventSource for LateCopies {
-    fn on_ready(&self, _: u64) -> Next {
-        Next::Stop
-    }
-
     fn on_tick(&self, _: u64) {
         self.0.catch_up();
     }

@@ -265,16 +265,9 @@ impl Timeline {
         if value > VALUE_MAX {
             return Err(beyond(value, VALUE_MAX));
         }
-        let wait = wait.into();
-        while !self.check(value)? {
-            let slice = wait.slice();
-            if slice.is_zero() {
-                let what = format!("value {value} of timeline {:?}", self.name);
-                return Err(Error::timeout(what, wait.limit()));
-            }
-            self.lane.wait_host(value, slice);
-        }
-        Ok(())
+        let what = || format!("value {value} of timeline {:?}", self.name);
+        let sleep = |slice| _ = self.lane.wait_host(value, slice);
+        wait.into().until(what, || self.check(value), sleep)
     }
 
     /// Whether `value` has been reached: true, or false if it may still be.

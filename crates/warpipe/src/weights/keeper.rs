@@ -406,15 +406,6 @@ fn tell_offered(server: &ServerCore) {
 }
 
 impl RequestHandler for Arc<KeeperCore> {
-    fn on_connect(
-        &self,
-        _: &ServerCore,
-        _: &ClientInfo,
-        _: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        Ok(OutgoingReply::default())
-    }
-
     fn on_request(
         &self,
         server_core: &ServerCore,

@@ -63,10 +63,8 @@ impl Keeper {
         if news.is_over {
             return Ok(());
         }
-        Err(Error::timeout(
-            format!("the end of the keeper of {name:?}, which has given its descriptors up"),
-            wait.limit(),
-        ))
+        let what = format!("the end of the keeper of {name:?}, which has given its descriptors up");
+        Err(Error::timeout(what, wait.limit()))
     }
 }
 
@@ -254,8 +252,7 @@ impl KeeperSession {
             None if after == 0 => format!("a version of the weights {name:?}"),
             None => format!("a version of the weights {name:?} after {after}"),
         };
-        let waited = wait.limit();
-        Error::Timeout { what, waited }
+        Error::timeout(what, wait.limit())
     }
 }
 

@@ -259,7 +259,8 @@ impl Mapped {
     ) -> Result<()> {
         let mut claimed = None;
         // The lock is not held from one poll to the next: a cancellation is asked in between.
-        wait.poll(CLAIM, || {
+        let what = || CLAIM.into();
+        wait.poll(what, || {
             claimed = self.claim_changed(former, &former_parts, &next_parts)?;
             Ok(claimed.is_some())
         })?;

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags, Stat};
 
 use self::index::Index;
 use self::stamp::FileStamp;
@@ -190,11 +190,7 @@ impl Source {
         let files = self.files.iter().map(|file| (&file.path, &file.stamp));
         let indexes = self.indexes.iter().map(|(path, stamp)| (path, stamp));
         for (path, stamp) in files.chain(indexes) {
-            let stat = rustix::fs::stat(path)
-                .map_err(|e| Error::os("stat", path.display().to_string(), e))?;
-            if FileStamp::of(&stat) != *stamp {
-                return Err(of_file(path, WeightsFileFault::changed()));
-            }
+            check_stamp(path, stamp, "stat", rustix::fs::stat(path))?;
         }
         Ok(())
     }
@@ -202,14 +198,10 @@ impl Source {
     /// Checks, once all files have been read, that no process wrote to one of them since it was
     /// opened.
     pub(super) fn check_unchanged(&self) -> Result<()> {
-        for SourceFile { path, fd, stamp } in &self.files {
-            let stat = rustix::fs::fstat(fd)
-                .map_err(|e| Error::os("fstat", path.display().to_string(), e))?;
-            if FileStamp::of(&stat) != *stamp {
-                return Err(of_file(path, WeightsFileFault::changed()));
-            }
-        }
-        Ok(())
+        let mut files = self.files.iter();
+        files.try_for_each(|SourceFile { path, fd, stamp }| {
+            check_stamp(path, stamp, "fstat", rustix::fs::fstat(fd))
+        })
     }
 
     /// Checks that no two files hold a tensor of the same name.
@@ -234,6 +226,20 @@ fn listed(files: &[String]) -> String {
     match files.len().saturating_sub(SHOWN) {
         0 => shown.join(", "),
         more => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
+/// Checks that what `call` found is the file of this stamp, unchanged.
+fn check_stamp(
+    path: &Path,
+    stamp: &FileStamp,
+    call: &'static str,
+    found: rustix::io::Result<Stat>,
+) -> Result<()> {
+    let found = found.map_err(|e| Error::os(call, path.display().to_string(), e))?;
+    match FileStamp::of(&found) == *stamp {
+        true => Ok(()),
+        false => Err(of_file(path, WeightsFileFault::changed())),
     }
 }
 

@@ -209,8 +209,7 @@ impl SessionState {
             let abandoned = PendingRequest::Abandoned(body.to_vec());
             requests.open.insert(serial, abandoned);
             let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
-            let waited = wait.limit();
-            Some(Err(Error::timeout(what, waited)))
+            Some(Err(Error::timeout(what, wait.limit())))
         })
     }
 

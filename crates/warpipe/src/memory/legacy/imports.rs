@@ -2,7 +2,6 @@
 //! closed when no stream uses it. **This module is marked for unsafe**: it closes mappings, and
 //! makes slices of them.
 
-use std::ops::Deref;
 use std::sync::Arc;
 
 use super::LegacyHandle;
@@ -11,7 +10,7 @@ use crate::backend::{Access, DeviceId, DevicePtr, IpcBytes, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::memory::slice::{DeviceSlice, MappedMemory, wait_for};
+use crate::memory::slice::{DeviceSlice, MappedMemory, deref_to_slice, wait_for};
 use crate::memory::weak_cache::WeakCache;
 use crate::origin::ProcessOrigin;
 use crate::runtime::reactor::Reactor;
@@ -79,13 +78,7 @@ pub struct LegacyMemory {
     import: LeakOnFork<Option<Arc<Import>>>,
 }
 
-impl Deref for LegacyMemory {
-    type Target = DeviceSlice;
-
-    fn deref(&self) -> &DeviceSlice {
-        &self.slice
-    }
-}
+deref_to_slice!(LegacyMemory);
 
 impl LegacyMemory {
     /// # Safety

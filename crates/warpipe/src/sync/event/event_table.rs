@@ -115,15 +115,6 @@ impl EventTable {
 }
 
 impl RequestHandler for EventTable {
-    fn on_connect(
-        &self,
-        _: &ServerCore,
-        _: &ClientInfo,
-        _: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        Ok(OutgoingReply::default())
-    }
-
     fn takes_memory(&self) -> bool {
         true
     }

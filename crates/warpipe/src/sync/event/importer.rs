@@ -22,7 +22,7 @@ use crate::memory::mapped_region::ImportKey;
 use crate::memory::weak_cache::WeakCache;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::fence::{Fence, StreamSet};
-use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
+use crate::runtime::reactor::{DropReadiness, EventSource, Reactor};
 use crate::runtime::timed_lock::TimedLock;
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaller::Signaller;
@@ -358,10 +358,6 @@ impl SessionObserver for OpenEvents {
 }
 
 impl EventSource for OpenEvents {
-    fn on_ready(&self, _: u64) -> Next {
-        Next::Stop
-    }
-
     /// Ends the lanes again: a device may have written lower values after the end.
     fn on_tick(&self, _: u64) {
         self.for_each_lane(|lane| lane.end_again());

@@ -344,17 +344,13 @@ impl Event {
     /// # Errors
     /// [`Error::State`] when it was never recorded; [`Error::Lost`]; [`Error::Timeout`].
     pub fn synchronize<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
-        let (recording, wait) = (self.latest()?, wait.into());
-        while !self.check(recording)? {
-            let slice = wait.slice();
-            if slice.is_zero() {
-                let what = format!("the work recorded by event {}", self.inner.label());
-                return Err(Error::timeout(what, wait.limit()));
-            }
+        let recording = self.latest()?;
+        let what = || format!("the work recorded by event {}", self.inner.label());
+        let sleep = |slice| {
             let lane = self.inner.lane(recording.lane);
             lane.wait_host(recording.count, slice);
-        }
-        Ok(())
+        };
+        wait.into().until(what, || self.check(recording), sleep)
     }
 
     /// Whether this recording is complete: true, or false if it may still complete.

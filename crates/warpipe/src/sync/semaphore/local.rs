@@ -198,38 +198,28 @@ impl LocalSemaphore {
 
     pub(super) fn await_word(&self, permit: u32, value: u64, wait: &Wait<'_>) -> Result<()> {
         let word = self.shared_page.word(permit);
-        loop {
-            let slice = wait.slice();
-            if word.wait(value, slice, self.device.is_gpu()) {
-                return Ok(());
-            }
-            if slice.is_zero() {
-                let what = format!("the device work of the last holder of {:?}", self.name());
-                let waited = wait.limit();
-                return Err(Error::timeout(what, waited));
-            }
-        }
+        let what = || format!("the device work of the last holder of {:?}", self.name());
+        let sleep = |slice| _ = word.wait(value, slice, self.device.is_gpu());
+        wait.until(what, || Ok(word.reached(value)), sleep)
     }
 
     /// Makes sure that this process's streams can wait for all members that are to signal this
     /// permit, and that it learns of their deaths. The first time with each member takes a few
     /// messages. A member that ends meanwhile owes nothing any more.
     pub(super) fn connect_signallers(self: &Arc<Self>, permit: u32, wait: &Wait<'_>) -> Result<()> {
-        while !self.is_connected_to_signallers(permit) {
-            self.start_connecting(permit)?;
-            let slice = wait.slice();
-            let connecting = self.connecting.locked();
-            let waited = self
-                .connected
-                .wait_timeout_while(connecting, slice, |connecting| connecting.is_running);
-            drop(waited);
-            if slice.is_zero() && !self.is_connected_to_signallers(permit) {
-                let what = format!("a member of {:?} to share its signals", self.name());
-                let waited = wait.limit();
-                return Err(Error::timeout(what, waited));
+        let what = || format!("a member of {:?} to share its signals", self.name());
+        let is_connected = || {
+            let is_connected = self.is_connected_to_signallers(permit);
+            if !is_connected {
+                self.start_connecting(permit)?;
             }
-        }
-        Ok(())
+            Ok(is_connected)
+        };
+        let is_running = |connecting: &mut Connecting| connecting.is_running;
+        wait.until(what, is_connected, |slice| {
+            let connecting = self.connecting.locked();
+            drop((self.connected).wait_timeout_while(connecting, slice, is_running));
+        })
     }
 
     /// Keeps this process from connecting to members.
@@ -342,13 +332,8 @@ impl LocalSemaphore {
                 let MemberPresence { is_here, is_told } = decode(&incoming.body, self.name())?;
                 let process = <[PeerFd; 3]>::try_from(incoming.fds).ok();
                 if is_here && process.is_none() && member != CREATOR {
-                    let allowed = "a pidfd and a lifeline";
-                    return Err(Error::protocol(
-                        self.name(),
-                        "descriptors",
-                        "too few",
-                        allowed,
-                    ));
+                    let (name, allowed) = (self.name(), "a pidfd and a lifeline");
+                    return Err(Error::protocol(name, "descriptors", "too few", allowed));
                 }
                 Ok(is_here.then_some(Introduction { is_told, process }))
             }

@@ -166,11 +166,8 @@ impl Semaphore {
     /// a domain, [`Error::Driver`], [`Error::Os`].
     pub fn new(name: &str, permits: u32, options: CreateOptions) -> Result<Semaphore> {
         if !(1..=PERMITS_MAX).contains(&permits) {
-            return Err(Error::argument(
-                "permits",
-                permits,
-                format!("1 to {PERMITS_MAX}"),
-            ));
+            let allowed = format!("1 to {PERMITS_MAX}");
+            return Err(Error::argument("permits", permits, allowed));
         }
         let name = EndpointName::new(name)?;
         let device = chosen_device(&options.device);
@@ -396,26 +393,26 @@ impl Permit {
 
     fn release_behind(&mut self, stream: &Stream) -> Result<()> {
         let (local, index) = (self.local.get()?.clone(), self.index);
-        if let Err(error @ Error::State(StateFault::Capturing(_))) = stream.check_not_capturing() {
-            self.is_open = false;
-            local.hand_on_deferred(index, stream);
-            return Err(error);
-        }
-        let before = local.shared_page.due(index);
-        let is_behind = self.stream.as_ref().is_some_and(|own| own.is_same(stream))
-            || local.shared_page.word(index).reached(before);
-        // A stream other than the acquiring one is not behind the last holder's work yet, and its
-        // signal would be early.
-        match local.release(index, stream, is_behind) {
+        let released = match stream.check_not_capturing() {
+            Err(error @ Error::State(StateFault::Capturing(_))) => Err(error),
+            _ => {
+                let before = local.shared_page.due(index);
+                // A stream other than the acquiring one is not behind the last holder's work yet,
+                // and its signal would be early.
+                let is_behind = self.stream.as_ref().is_some_and(|own| own.is_same(stream))
+                    || local.shared_page.word(index).reached(before);
+                local.release(index, stream, is_behind)
+            }
+        };
+        match released {
             Ok(()) => self.hand_on(),
-            Err(error) => {
+            Err(_) => {
                 // No stream would wait for this holder's work.
                 self.is_open = false;
                 local.hand_on_deferred(index, stream);
-                return Err(error);
             }
         }
-        Ok(())
+        released
     }
 
     fn hand_on(&mut self) {

@@ -196,11 +196,13 @@ impl SemaphorePage {
         self.page.at(self.in_permit(permit, SIGNALLERS + at))
     }
 
+    fn promised(&self, permit: u32) -> &AtomicU64 {
+        self.page.at(self.in_permit(permit, PROMISED))
+    }
+
     /// The value of the permit's word when all its earlier holders' work is done.
     pub(super) fn due(&self, permit: u32) -> u64 {
-        self.page
-            .at::<AtomicU64>(self.in_permit(permit, PROMISED))
-            .load(Acquire)
+        self.promised(permit).load(Acquire)
     }
 
     /// Promises that `me`, which has the permit, will signal the returned value. Call it before the
@@ -209,9 +211,7 @@ impl SemaphorePage {
     pub(super) fn promise(&self, permit: u32, me: u32) -> u64 {
         let value = self.due(permit).wrapping_add(1);
         self.signaller(permit, value).store(me, SeqCst);
-        self.page
-            .at::<AtomicU64>(self.in_permit(permit, PROMISED))
-            .store(value, SeqCst);
+        self.promised(permit).store(value, SeqCst);
         value
     }
 
@@ -219,9 +219,7 @@ impl SemaphorePage {
     /// member that dies before this leaves a promise that is completed for it.
     pub(super) fn take_back(&self, permit: u32) {
         let value = self.due(permit).wrapping_sub(1);
-        self.page
-            .at::<AtomicU64>(self.in_permit(permit, PROMISED))
-            .store(value, SeqCst);
+        self.promised(permit).store(value, SeqCst);
     }
 
     /// The signallers of the values that the permit's word has not reached yet, oldest first.
