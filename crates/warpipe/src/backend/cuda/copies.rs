@@ -77,7 +77,7 @@ impl Copies for CudaBackend {
         // SAFETY: the stream is the caller's.
         unsafe { self.check_not_capturing(stream) }?;
         if (pieces.len() > 1 || self.goes_as_rows(bytes))
-            && let Some(lease) = self.staging.lend(self, bytes, Purpose::Upload)?
+            && let Some(lease) = self.lend(bytes, Purpose::Upload)?
         {
             // SAFETY: the caller's promise.
             return unsafe { self.upload_lease(stream, dst, pieces, bytes, lease) };
@@ -130,7 +130,7 @@ impl Copies for CudaBackend {
         let current = self.enter()?;
         // SAFETY: the stream is the caller's.
         unsafe { self.check_not_capturing(stream) }?;
-        let lease = self.staging.lend(self, bytes, Purpose::Kept)?;
+        let lease = self.lend(bytes, Purpose::Kept)?;
         let Some(lease) = lease else {
             // The callers that have the memory may each wait for more of it: no wait here.
             drop(current);
@@ -163,6 +163,12 @@ impl Copies for CudaBackend {
 }
 
 impl CudaBackend {
+    /// The context is current.
+    fn lend(&self, bytes: usize, purpose: Purpose) -> Result<Option<StagingLease>> {
+        let owe = |of| self.owe(of);
+        self.staging.lend(self.driver, bytes, purpose, owe)
+    }
+
     /// Uploads at once on a stream that has no work, else through staging memory when there is room.
     ///
     /// # Safety
@@ -175,7 +181,7 @@ impl CudaBackend {
                 // SAFETY: the caller's promise.
                 return unsafe { self.upload_at_once(stream, dst, src) };
             }
-            if let Some(lease) = self.staging.lend(self, src.len(), Purpose::Upload)? {
+            if let Some(lease) = self.lend(src.len(), Purpose::Upload)? {
                 if src.len() > SHORT_MAX {
                     slow_path::count(SlowPath::StagedUpload, src.len() as u64);
                 }
@@ -374,7 +380,7 @@ impl CudaBackend {
             }
             let mut wait = Wait::new(PATIENCE);
             let lease = loop {
-                match self.staging.lend(self, bytes.len(), Purpose::Download)? {
+                match self.lend(bytes.len(), Purpose::Download)? {
                     Some(lease) => break lease,
                     None if !window.is_empty() => self.finish_first(stream, window)?,
                     None => wait.pause(|| "page-locked memory for a copy to the host".into())?,

@@ -12,8 +12,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::backend::CudaBackend;
-use super::sys::CUdeviceptr;
+use super::sys::{CUdeviceptr, Driver};
 use crate::backend::TimelineWord;
 use crate::backend::unreclaimed::Held;
 use crate::error::{Error, Result};
@@ -143,9 +142,9 @@ pub(super) struct Staging {
 }
 
 impl StagingRegion {
-    /// Maps and registers a region. The context is current.
-    fn new(backend: &CudaBackend) -> Result<StagingRegion> {
-        let driver = backend.driver;
+    /// Maps and registers a region, and `owe`s one that the device cannot address: unregistering it
+    /// might block. The context is current.
+    fn new(driver: &Driver, owe: impl FnOnce(Held)) -> Result<StagingRegion> {
         let (bytes, access) = (HEAD + LARGEST, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping, placed by the kernel.
         let base = unsafe {
@@ -166,7 +165,7 @@ impl StagingRegion {
             return Err(error);
         }
         let ptr = driver.cuMemHostGetDevicePointer_v2(base, 0);
-        let ptr = ptr.inspect_err(|_| backend.owe(Held::Registered(base.cast(), bytes)))?;
+        let ptr = ptr.inspect_err(|_| owe(Held::Registered(base.cast(), bytes)))?;
         Ok(StagingRegion {
             base: base.cast(),
             ptr,
@@ -311,9 +310,10 @@ impl Staging {
     /// The context is current.
     pub(super) fn lend(
         &self,
-        backend: &CudaBackend,
+        driver: &Driver,
         bytes: usize,
         purpose: Purpose,
+        owe: impl Fn(Held),
     ) -> Result<Option<StagingLease>> {
         let mut state = self.lock();
         loop {
@@ -325,7 +325,7 @@ impl Staging {
             // Without the lock: the driver may take long, and copies that have room go on.
             state.coming += 1;
             drop(state);
-            let made = StagingRegion::new(backend);
+            let made = StagingRegion::new(driver, &owe);
             state = self.lock();
             state.coming -= 1;
             state.regions.push(made?);
