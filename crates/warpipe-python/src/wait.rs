@@ -153,9 +153,9 @@ pub fn waiting<T: Send, Held>(
         let end = RefCell::new(None);
         let cancelled = || {
             if end.borrow().is_none() {
-                let looked = goes_on().map_err(PyErr::from);
-                let looked = looked.and_then(|_held| Python::attach(|py| py.check_signals()));
-                *end.borrow_mut() = looked.err();
+                // None once the interpreter ends: it runs no handler, and takes no other thread back.
+                let raised = |_held| Python::try_attach(|py| py.check_signals())?.err().map(Ok);
+                *end.borrow_mut() = goes_on().map_or_else(|fault| Some(Err(fault)), raised);
             }
             end.borrow().is_some()
         };
@@ -168,7 +168,7 @@ pub fn waiting<T: Send, Held>(
         }
     });
     match end {
-        Some(end) => Err(end),
+        Some(end) => Err(end.unwrap_or_else(PyErr::from)),
         None => Ok(done?.expect("a call that was not cancelled gives something")),
     }
 }

@@ -8,7 +8,7 @@ import pytest
 LIMIT_SECONDS = 120.0
 
 OPEN = """
-import sys, threading, time
+import ctypes, sys, threading, time
 import warpipe
 domain, device = warpipe.Domain(sys.argv[1]), warpipe.Device(sys.argv[2])
 where = dict(domain=domain, device=device)
@@ -17,9 +17,9 @@ subscriber = warpipe.Subscriber("a", **where)
 publisher.wait_for_subscribers()
 
 class Slow:
-    # The interpreter ends slowly, so that other threads want it meanwhile.
-    def __del__(self):
-        time.sleep(0.3)
+    # The interpreter ends slowly, so that other threads want it meanwhile. It has no names any more by then.
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
 
 def forever(work):
     def run():
@@ -55,6 +55,22 @@ forever(lambda: timeline.wait(1, timeout=None))
 forever(lambda: semaphore.acquire(timeout=None))
 time.sleep(0.1)
 sys.slow = Slow()
+""")
+
+
+@pytest.mark.parametrize("_time", range(4))
+def test_the_program_ends_while_threads_wait_for_what_no_end_of_an_endpoint_ends(tmp_path, device, _time):
+    ends(tmp_path, device, """
+# The process ends slowly, when there is no interpreter any more.
+process = ctypes.CDLL(None)
+process.__cxa_atexit(process.usleep, ctypes.c_void_p(300_000), None)
+watches = []
+for number in range(4):
+    forever(lambda: warpipe.weights.open("none", wait=None, **where))
+    forever(lambda: warpipe.Subscriber("none", wait=None, **where))
+    watches.append(warpipe.weights.watch("none", on=print, **where))
+    # At any time one of them is about to look for signals.
+    time.sleep(0.012)
 """)
 
 
