@@ -579,6 +579,22 @@ def test_an_open_that_succeeds_as_a_signal_comes_raises_what_its_handler_raises(
         made[0].close()
 
 
+def test_a_call_that_fails_when_an_interrupt_has_ended_its_wait_says_nothing(domain, monkeypatch):
+    told, begun, interrupted = [], threading.Event(), threading.Event()
+
+    def fail(*_given):
+        begun.set()
+        interrupted.wait(LIMIT_SECONDS)
+        raise warpipe.NameTakenError("taken")
+
+    monkeypatch.setattr(warpipe._warpipe, "_keep_weights", fail)
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    interrupted_by(lambda: warpipe.weights.keep("llama", domain=domain), lambda: None, ahead=begun.wait)
+    interrupted.set()
+    until(lambda: "warpipe-asks" not in [thread.name for thread in threading.enumerate()], "the end of the call")
+    assert not told
+
+
 @by_any_handler
 @long_or_not
 def test_an_interrupted_wait_for_memory_has_taken_none(open_publisher, domain, device, by, slices):

@@ -1,6 +1,7 @@
 """Followers of weights: each version comes in at the addresses of the one before, whole, and whoever dies."""
 
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import LIMIT_SECONDS, until
 from peers import in_memory
+from test_interrupted import interrupted_elsewhere
 
 import warpipe
 from warpipe import weights
@@ -161,6 +163,19 @@ def test_an_update_waits_for_the_streams_work_and_changes_nothing_in_time_or_whe
     finally:
         gate.signal(1)
     assert follower.update(stream) == 2 and numbers(shared) == {2}
+
+
+def test_an_update_that_raises_has_taken_nothing_wherever_an_interrupt_comes(keeper, options):
+    publish(1, options)
+    follower, places = weights.open("llama", **options).follow(), set()
+    for number in itertools.count(2):
+        publish(number, options)
+        taken, is_interrupted = interrupted_elsewhere(places, follower.update)
+        if taken is not None:
+            break
+        assert is_interrupted and follower.version == number - 1
+        assert follower.update() == number
+    assert taken == follower.version == number > 2
 
 
 def test_an_update_waits_as_long_as_it_may_for_other_weights_of_the_same_memory(keeper, options, device):

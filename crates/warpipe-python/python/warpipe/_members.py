@@ -17,17 +17,19 @@ def apart(call: Callable[..., Any], *arguments: Any) -> Any:
     waited for no more ends by itself, and what it gives is dropped."""
     found: Future[Any] = Future()
 
-    def run() -> None:
+    # An error's traceback has both frames.
+    def run(found: Future[Any]) -> None:
         try:
             found.set_result(call(*arguments))
         except BaseException as error:
             found.set_exception(error)
+        finally:
+            del found
 
-    threading.Thread(target=run, name="warpipe-asks", daemon=True).start()
+    threading.Thread(target=run, args=(found,), name="warpipe-asks", daemon=True).start()
     try:
         return found.result()
     finally:
-        # An error's traceback has this frame.
         del found
 
 

@@ -354,7 +354,9 @@ class Follower:
         changed; ``TimeoutError`` when the work is not done in time, or when other weights that this process has open share
         memory that has to change; ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
         """
-        version: int | None = self.weights._update(stream, timeout)[0]
+        version: int | None
+        # As items of receivers are taken.
+        ((version, _),) = map(self.weights._update, (stream,), (timeout,))
         return version
 
     def __repr__(self) -> str:
