@@ -283,6 +283,22 @@ def test_a_callback_is_not_kept_when_its_thread_cannot_start_and_the_next_starts
     assert done.wait(LIMIT_SECONDS) and seen == []
 
 
+def test_a_wait_for_futures_that_could_not_begin_can_begin_anew(pair, monkeypatch):
+    queue, worker = pair
+    handle = queue.submit(b"x")
+    until(lambda: callback_threads() == [], "the end of another test's thread")
+
+    def fails(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError):
+            concurrent.futures.wait([handle])
+    worker.lease().complete()
+    assert concurrent.futures.wait([handle], LIMIT_SECONDS).done == {handle}
+
+
 @pytest.fixture
 def interrupts():
     """Makes a signal come soon. Its handler does something and raises."""

@@ -202,11 +202,13 @@ _waited_lock = threading.RLock()
 def _waited_of(future: _Future) -> _Waited:
     with _waited_lock:
         waited = _waited.get(future)
-        if waited is not None:
-            return waited
-        waited = _waited[future] = _Waited()
-    add(future, waited.finish)
-    return waited
+    if waited is not None:
+        return waited
+    # Not known before it is told of the end: this may fail, or be interrupted.
+    made = _Waited()
+    add(future, made.finish)
+    with _waited_lock:
+        return _waited.setdefault(future, made)
 
 
 def _mimic() -> None:
