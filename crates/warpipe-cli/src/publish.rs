@@ -8,7 +8,7 @@ use warpipe::{EndpointName, Error, Layout, Policy, Publisher, PublisherOptions, 
 use crate::args::{PolicyName, PubArgs};
 use crate::device_arg::ChosenDevice;
 use crate::exit::Exit;
-use crate::interrupt::{Interrupt, LOOK, within};
+use crate::interrupt::{Interrupt, within};
 use crate::output::{Output, bytes, count};
 use crate::source::Source;
 
@@ -86,10 +86,13 @@ impl Run<'_> {
     /// False when interrupted.
     fn wait_for_subscribers(&self) -> warpipe::Result<bool> {
         let wanted = self.args.wait_subscribers as usize;
-        let wait = || self.publisher.wait_for_subscribers(wanted, LOOK);
-        let passes = |error: &Error| matches!(error, Error::Timeout { .. });
-        let came = self.interrupt.wait(self.args.timeout, wait, passes)?;
-        Ok(came.is_some())
+        let came = self
+            .publisher
+            .wait_for_subscribers(wanted, within(self.args.timeout));
+        match came {
+            Err(_) if self.interrupt.came() => Ok(false),
+            came => came.map(|()| true),
+        }
     }
 
     fn send_all(&mut self, sources: &[Source]) -> anyhow::Result<()> {

@@ -36,6 +36,9 @@ pub enum Fault {
     /// As a NumPy array.
     #[error("not a usable .npy file: {0}")]
     Npy(#[from] npy::Fault),
+    /// As plain bytes.
+    #[error("{0}")]
+    Raw(npy::Fault),
     /// As a picture.
     #[error("not a usable .png file: {0}")]
     Png(#[from] image::Fault),
@@ -175,7 +178,7 @@ impl Source {
             }
             Kind::Raw => {
                 if with_data {
-                    data = npy::read_exactly(&mut reader, length)?;
+                    data = npy::read_exactly(&mut reader, length).map_err(Fault::Raw)?;
                 }
                 bytes_layout(length)?
             }

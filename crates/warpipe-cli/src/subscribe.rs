@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use serde_json::json;
 use warpipe::{
-    Device, Discontinuity, EndpointName, Error, ErrorKind, HandshakeFault, Loss, Sample, Stream,
-    Subscriber, SubscriberOptions, clock,
+    Device, Discontinuity, EndpointName, Error, ErrorKind, Loss, Sample, Stream, Subscriber,
+    SubscriberOptions, clock,
 };
 
 use crate::args::SubArgs;
@@ -49,25 +49,15 @@ fn subscribe(
     device: &Device,
     interrupt: &Interrupt,
 ) -> warpipe::Result<Option<Subscriber>> {
-    use HandshakeFault::{Closed, Silent};
-    let domain = args.domain.open()?;
-    let subscribe = || {
-        Subscriber::open(
-            &args.name,
-            SubscriberOptions {
-                reconnect: args.reconnect,
-                ..domain.on(device)
-            },
-            within(LOOK),
-        )
+    let options = SubscriberOptions {
+        reconnect: args.reconnect,
+        handshake_timeout: args.timeout,
+        ..args.domain.open()?.on(device)
     };
-    let passes = |error: &Error| match error {
-        Error::Timeout { .. } | Error::NotFound { .. } => true,
-        // It is just closing.
-        Error::Handshake { fault, .. } => matches!(fault, Closed | Silent(_)),
-        _ => false,
-    };
-    interrupt.wait(args.timeout, subscribe, passes)
+    match Subscriber::open(&args.name, options, within(args.timeout)) {
+        Err(_) if interrupt.came() => Ok(None),
+        opened => opened.map(Some),
+    }
 }
 
 struct Run<'a> {

@@ -74,7 +74,7 @@ pub enum Fault {
     #[error("its shape cannot be used: {0}")]
     Shape(String),
     /// Less data than the shape needs.
-    #[error("it is cut short: {needed} bytes are due from its header, {found} are there")]
+    #[error("it is cut short: {needed} bytes are due, {found} are there")]
     Short {
         /// By the header.
         needed: u64,
@@ -82,7 +82,7 @@ pub enum Fault {
         found: u64,
     },
     /// More data than the shape needs.
-    #[error("{extra} bytes follow the data; the shape accounts for {needed}")]
+    #[error("{extra} bytes follow the data, which has {needed}")]
     Trailing {
         /// Bytes beyond.
         extra: u64,

@@ -1,11 +1,13 @@
 //! `warpipe pub` and `warpipe sub`: files through real processes, bit for bit.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use rustix::process::Signal;
 use warpipe::{Device, Domain, Subscriber};
 
-use crate::support::{Ended, PATIENCE, World, bytes, device, files, npy};
+use crate::support::{Ended, PATIENCE, Running, World, bytes, device, files, npy};
 
 /// Publishes `sources` to one subscriber that saves them in the world's `saved`.
 fn pass(
@@ -261,6 +263,59 @@ fn a_signal_ends_a_publisher_that_waits_for_room() {
     assert_eq!(ended.event("done")["interrupted"], true);
 }
 
+/// A stopped publisher of `test/stopped`.
+fn stopped_publisher(world: &World) -> Running {
+    let file = world.write("a.bin", b"bytes");
+    let mut publisher = world.start(&[
+        "pub",
+        "test/stopped",
+        "--device",
+        "host",
+        "--json",
+        file.to_str().unwrap(),
+    ]);
+    publisher.wait_for("listening", 1);
+    publisher.stop();
+    publisher
+}
+
+#[test]
+fn a_signal_ends_a_subscriber_that_waits_for_a_publisher() {
+    let world = World::new();
+    let _publisher = stopped_publisher(&world);
+    for name in ["test/absent", "test/stopped"] {
+        let mut subscriber = world.start(&[
+            "sub",
+            name,
+            "--device",
+            "host",
+            "--timeout",
+            "600",
+            "--json",
+        ]);
+        subscriber.wait_for("listening", 1);
+        subscriber.signal(Signal::INT);
+        let ended = subscriber.end();
+        assert_eq!(ended.code, Some(130), "{name}: {ended:?}");
+    }
+}
+
+#[test]
+fn a_subscriber_waits_for_a_stopped_publisher_as_long_as_it_is_told() {
+    let world = World::new();
+    let _publisher = stopped_publisher(&world);
+    let ended = world.run(&[
+        "sub",
+        "test/stopped",
+        "--device",
+        "host",
+        "--timeout",
+        "0.1",
+    ]);
+    assert_eq!(ended.code, Some(4), "{ended:?}");
+    assert!(ended.err.contains("within 100ms"), "{ended:?}");
+}
+
 #[test]
 fn a_publisher_that_is_killed_ends_its_subscriber_with_a_reason() {
     let world = World::new();
@@ -329,6 +384,39 @@ fn a_damaged_file_is_named_and_nothing_at_all_is_published() {
     }
     let nobody = world.run(&["sub", "x", "--device", &device(), "--timeout", "0.2"]);
     assert_eq!(nobody.code, Some(3), "{nobody:?}");
+}
+
+#[test]
+fn a_plain_file_that_is_not_as_long_as_it_says_is_no_damaged_array() {
+    let world = World::new();
+    // Its length is 0.
+    let arguments = [
+        "pub",
+        "x",
+        "/proc/version",
+        "--device",
+        "host",
+        "--wait-subscribers",
+        "0",
+    ];
+    let ended = world.run(&arguments);
+    assert_eq!(ended.code, Some(5), "{ended:?}");
+    let said = "/proc/version: 1 bytes follow the data";
+    assert!(ended.err.contains(said), "{ended:?}");
+}
+
+#[test]
+fn the_directory_of_a_domain_is_its_users_whatever_the_umask() {
+    let world = World::new();
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "umask 0177; exec \"$@\"", "sh"]);
+    let sub = world.warpipe(&["sub", "x", "--device", "host", "--timeout", "0.1"]);
+    shell.arg(sub.get_program()).args(sub.get_args());
+    shell.env("WARPIPE_DOMAIN", world.path("domain"));
+    let ended = Running::start(shell).end();
+    assert_eq!(ended.code, Some(3), "{ended:?}");
+    let domain = std::fs::metadata(world.path("domain")).unwrap();
+    assert_eq!(domain.permissions().mode() & 0o7777, 0o700);
 }
 
 #[test]

@@ -146,7 +146,9 @@ impl Domain {
         let fail = |reason| unusable(path, reason);
         if create {
             match rustix::fs::mkdir(path, Mode::RWXU) {
-                Ok(()) | Err(Errno::EXIST) => {}
+                // A umask such as 0177 has taken this user's own rights.
+                Ok(()) => _ = rustix::fs::chmod(path, Mode::RWXU),
+                Err(Errno::EXIST) => {}
                 Err(error) => return Err(fail(format!("it cannot be made: {error}"))),
             }
         }
