@@ -10,5 +10,7 @@ fn main() {
         major
     };
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libwarpipe.so.{abi}");
+    // `dlclose` would unmap the code that this library's threads run.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     println!("cargo::rerun-if-changed=build.rs");
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
 use warpipe::{Error, Wait};
 
 use crate::exit::Exit;
@@ -20,11 +20,14 @@ pub const LOOK: Duration = Duration::from_millis(100);
 /// the child is in.
 const ONE_REQUEST: Duration = Duration::from_secs(1);
 
-/// Has a file that grows beyond `RLIMIT_FSIZE` be an error, which says what to do. By default it is
-/// `SIGXFSZ`, which ends the process without a word. A program that this one executes has the default
-/// again.
-pub fn fail_beyond_size_limit() {
-    let _ = signal_hook::flag::register(SIGXFSZ, Arc::default());
+/// Has a file that grows beyond `RLIMIT_FSIZE` be an error, which says what to do: by default it is
+/// `SIGXFSZ`, which ends the process without a word. Has children be waited for, also where the
+/// program that started this one ignores `SIGCHLD`. A program that this one executes has the
+/// default of both.
+pub fn take_signals() {
+    for signal in [SIGXFSZ, SIGCHLD] {
+        let _ = signal_hook::flag::register(signal, Arc::default());
+    }
 }
 
 /// The time of the first signal in nanoseconds of the monotonic clock; 0 before it.

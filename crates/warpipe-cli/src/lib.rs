@@ -60,7 +60,7 @@ pub use process::Program;
 /// a runtime with a handler of its own (Python) restores that first.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> u8 {
     process::set_program(program);
-    interrupt::fail_beyond_size_limit();
+    interrupt::take_signals();
     let exit = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => match run(&arguments.command) {
             Ok(code) => code,

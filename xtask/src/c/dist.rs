@@ -12,8 +12,10 @@ use crate::workspace::{Workspace, cargo};
 const BUILD_LIMIT: Duration = Duration::from_secs(1800);
 const CRATE: &str = "crates/warpipe-c";
 
-/// The libraries that a program needs beside the static library: those of Rust's standard library.
-pub(super) const PRIVATE_LIBRARIES: &str = "-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc";
+/// What a program needs beside the static library: the libraries of Rust's standard library, and
+/// that `dlclose` does not unmap the code that threads run.
+pub(super) const PRIVATE_LIBRARIES: &str =
+    "-Wl,-z,nodelete -lgcc_s -lutil -lrt -lpthread -lm -ldl -lc";
 
 /// A build of the libraries.
 pub struct Build<'a> {

@@ -16,3 +16,4 @@ mod pool;
 mod queue;
 mod queue_misuse;
 mod service;
+mod unloading;

@@ -2,7 +2,6 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use rustix::process::Signal;
 use warpipe::{Device, Domain, Subscriber};
@@ -408,11 +407,8 @@ fn a_plain_file_that_is_not_as_long_as_it_says_is_no_damaged_array() {
 #[test]
 fn the_directory_of_a_domain_is_its_users_whatever_the_umask() {
     let world = World::new();
-    let mut shell = Command::new("sh");
-    shell.args(["-c", "umask 0177; exec \"$@\"", "sh"]);
-    let sub = world.warpipe(&["sub", "x", "--device", "host", "--timeout", "0.1"]);
-    shell.arg(sub.get_program()).args(sub.get_args());
-    shell.env("WARPIPE_DOMAIN", world.path("domain"));
+    let arguments = ["sub", "x", "--device", "host", "--timeout", "0.1"];
+    let shell = world.from_shell("umask 0177", &arguments);
     let ended = Running::start(shell).end();
     assert_eq!(ended.code, Some(3), "{ended:?}");
     let domain = std::fs::metadata(world.path("domain")).unwrap();

@@ -479,6 +479,22 @@ fn a_reader_that_goes_away_ends_the_command_quietly() {
 }
 
 #[test]
+fn a_program_that_ignores_its_childrens_ends_may_start_a_command_that_has_children() {
+    let world = World::new();
+    let arguments = [
+        "demo",
+        "--device",
+        "host",
+        "--seconds",
+        "0.1",
+        "--megabytes",
+        "1",
+    ];
+    let ended = Running::start(world.from_shell("trap '' CHLD", &arguments)).end();
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+}
+
+#[test]
 fn the_doctor_finds_the_host_backend_working_completely() {
     let world = World::new();
     let ended = world.run(&["doctor", "--json"]);

@@ -66,6 +66,16 @@ impl World {
         command
     }
 
+    /// The command, started by a shell behind `first`, which changes what it inherits.
+    pub fn from_shell(&self, first: &str, arguments: &[&str]) -> Command {
+        let (script, command) = (format!("{first}; exec \"$@\""), self.warpipe(arguments));
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &script, "sh"]).arg(command.get_program());
+        shell.args(arguments);
+        shell.env("WARPIPE_DOMAIN", self.path("domain"));
+        shell
+    }
+
     /// Runs it to its end.
     pub fn run(&self, arguments: &[&str]) -> Ended {
         Running::start(self.warpipe(arguments)).end()

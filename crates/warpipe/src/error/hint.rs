@@ -196,6 +196,9 @@ fn of_system(call: &str, error: &io::Error) -> &'static str {
         _ if call == "dlopen" => {
             "correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
         }
+        (_, ErrorKind::OutOfMemory) if call == "mmap" => {
+            "raise the limit of addresses (`ulimit -v`) or of mappings (`vm.max_map_count`)"
+        }
         (_, ErrorKind::WouldBlock) if call == "clone" => {
             "raise the limit of processes and threads (`ulimit -u`, or a container's limit of pids)"
         }
@@ -423,6 +426,7 @@ mod tests {
         };
         for (call, code, word) in [
             ("clone", libc::EAGAIN, "ulimit -u"),
+            ("mmap", libc::ENOMEM, "max_map_count"),
             ("bind", libc::ENOSPC, "remove files"),
             ("openat", libc::EROFS, "written"),
             ("openat", libc::EACCES, "permissions"),

@@ -3,6 +3,10 @@
 //! The standard library's threads are not used. In a program in Rust each takes, as it begins and
 //! as it ends, a lock of the standard library's (of the table of guard pages). If another thread
 //! forks meanwhile, that lock stays locked in the child, and no such thread begins there any more.
+//!
+//! A thread takes none of the program's signals. Else one that the program has blocked in its own
+//! threads, to read it (`signalfd(2)`, `sigwait(3)`), would have its action here: by default, that
+//! ends the process.
 
 use std::ffi::{CString, c_void};
 use std::mem::{MaybeUninit, forget};
@@ -11,6 +15,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::error::{Error, Result};
+use crate::os::without_signals;
 
 /// As the standard library's threads have.
 const STACK_BYTES: usize = 2 << 20;
@@ -38,6 +43,26 @@ impl Thread {
     /// # Errors
     /// As [`start`](Self::start).
     pub(crate) fn with_stack(
+        name: &str,
+        stack_bytes: usize,
+        run: impl FnOnce() + Send + 'static,
+    ) -> Result<Thread> {
+        without_signals(|| Thread::with_signals(name, stack_bytes, run))
+    }
+
+    /// [`start`](Self::start), with the calling thread's signals: for functions of users, which may
+    /// start processes that inherit what is blocked.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub(crate) fn start_for_users(
+        name: &str,
+        run: impl FnOnce() + Send + 'static,
+    ) -> Result<Thread> {
+        Thread::with_signals(name, STACK_BYTES, run)
+    }
+
+    fn with_signals(
         name: &str,
         stack_bytes: usize,
         run: impl FnOnce() + Send + 'static,
@@ -143,6 +168,28 @@ mod tests {
             panic!("here");
         });
         thread.unwrap().join();
+    }
+
+    #[test]
+    fn a_thread_takes_no_signal_of_the_program_unless_it_is_for_users() {
+        let blocked = || {
+            let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+            let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:"));
+            u64::from_str_radix(mask.unwrap().trim(), 16).unwrap()
+        };
+        let (own, (tell, told)) = (blocked(), std::sync::mpsc::channel());
+        let say = |tell: std::sync::mpsc::Sender<u64>| move || tell.send(blocked()).unwrap();
+        Thread::start("warpipe-test", say(tell.clone()))
+            .unwrap()
+            .join();
+        let thread = Thread::start_for_users("warpipe-test", say(tell));
+        thread.unwrap().join();
+        let bit = |signal: i32| 1u64 << (signal - 1);
+        let of_program = bit(libc::SIGTERM) | bit(libc::SIGINT) | bit(libc::SIGALRM);
+        let [library, users] = [(); 2].map(|()| told.recv().unwrap());
+        assert_eq!(library & of_program, of_program);
+        assert_eq!(library & bit(libc::SIGSEGV), 0, "its own faults");
+        assert_eq!([users, blocked()], [own; 2]);
     }
 
     #[test]

@@ -124,7 +124,11 @@ impl Members {
             shared,
             monitor: None,
         });
-        Thread::start("warpipe-notify", move || queue.serve(callback))?;
+        let serve = move || queue.serve(callback);
+        match calls_back {
+            true => Thread::start_for_users("warpipe-notify", serve)?,
+            false => Thread::start("warpipe-notify", serve)?,
+        };
         watch.monitor = Some(Thread::start("warpipe-members", move || monitor.run())?);
         // The monitor bounds this wait. The limit covers a machine on which it does not run at all.
         let _ = settled.recv_timeout(10 * STALLED_AFTER);
