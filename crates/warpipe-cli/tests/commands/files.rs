@@ -408,7 +408,7 @@ fn a_plain_file_that_is_not_as_long_as_it_says_is_no_damaged_array() {
 fn the_directory_of_a_domain_is_its_users_whatever_the_umask() {
     let world = World::new();
     let arguments = ["sub", "x", "--device", "host", "--timeout", "0.1"];
-    let shell = world.from_shell("umask 0177", &arguments);
+    let shell = world.by_shell("umask 0177", &arguments);
     let ended = Running::start(shell).end();
     assert_eq!(ended.code, Some(3), "{ended:?}");
     let domain = std::fs::metadata(world.path("domain")).unwrap();

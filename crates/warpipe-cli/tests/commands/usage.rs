@@ -490,7 +490,7 @@ fn a_program_that_ignores_its_childrens_ends_may_start_a_command_that_has_childr
         "--megabytes",
         "1",
     ];
-    let ended = Running::start(world.from_shell("trap '' CHLD", &arguments)).end();
+    let ended = Running::start(world.by_shell("trap '' CHLD", &arguments)).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
 }
 

@@ -67,7 +67,7 @@ impl World {
     }
 
     /// The command, started by a shell behind `first`, which changes what it inherits.
-    pub fn from_shell(&self, first: &str, arguments: &[&str]) -> Command {
+    pub fn by_shell(&self, first: &str, arguments: &[&str]) -> Command {
         let (script, command) = (format!("{first}; exec \"$@\""), self.warpipe(arguments));
         let mut shell = Command::new("sh");
         shell.args(["-c", &script, "sh"]).arg(command.get_program());
