@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import errno
 import gc
 import os
 import random
@@ -466,3 +467,20 @@ def test_a_wrong_timeout_is_refused_as_by_the_waits_that_block(worker, server, l
                 await wait(timeout=wrong)
 
     run(go())
+
+
+@pytest.mark.parametrize("number_is", ["free", "another file's"])
+def test_a_wait_that_begins_as_another_thread_closes_its_endpoint_says_so(link, monkeypatch, number_is):
+    _, subscriber = link
+    duplicate = os.dup
+
+    def dup(descriptor):
+        subscriber.close()
+        if number_is == "free":
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        with open(__file__) as other:
+            return duplicate(other.fileno())
+
+    monkeypatch.setattr(os, "dup", dup)
+    with pytest.raises(warpipe.ClosedError):
+        asyncio.run(subscriber.receive_async(LIMIT_SECONDS))

@@ -67,7 +67,13 @@ class _Hub:
         key = (id(loop), what)
         hub = _hubs.get(key)
         if hub is None:
-            hub = _hubs[key] = _Hub(key, loop, doorbell())
+            rings = doorbell()
+            try:
+                hub = _hubs[key] = _Hub(key, loop, rings)
+            except OSError:
+                # Another thread may have closed it, and another file have its number: that is the error then.
+                rings.fileno()
+                raise
         return hub
 
     def _ring(self) -> None:
