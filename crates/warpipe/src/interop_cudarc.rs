@@ -22,11 +22,9 @@ impl Stream {
         let id = device_of(stream)?;
         let wanted = device.info().id;
         if id != wanted {
-            return Err(Error::argument(
-                "cudarc stream",
-                format!("a stream of {id}"),
-                format!("a stream of {wanted}"),
-            ));
+            let found = format!("a stream of {id}");
+            let allowed = format!("a stream of {wanted}");
+            return Err(Error::argument("cudarc stream", found, allowed));
         }
         let kept = Arc::new(Kept(Some(stream.clone())));
         Ok(Stream::borrow_kept(

@@ -289,11 +289,8 @@ impl Layout {
             return Ok(());
         }
         let allowed = format!("exactly the {} of {self:?}", self.bytes);
-        Err(Error::argument(
-            "the data",
-            format!("{bytes} bytes"),
-            allowed,
-        ))
+        let found = format!("{bytes} bytes");
+        Err(Error::argument("the data", found, allowed))
     }
 
     /// The number of elements.

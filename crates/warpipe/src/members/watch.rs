@@ -158,11 +158,9 @@ impl Members {
     pub fn changes<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Option<Change>> {
         let shared = &self.watch.get()?.shared;
         if self.calls_back {
-            return Err(Error::argument(
-                "changes",
-                "asked of a watch with a callback",
-                "either the one or the other",
-            ));
+            let found = "asked of a watch with a callback";
+            let allowed = "either the one or the other";
+            return Err(Error::argument("changes", found, allowed));
         }
         Ok(shared.queue.take(&wait.into()))
     }

@@ -136,11 +136,8 @@ pub(crate) fn check_limit(device: &Device, limit: u64) -> Result<()> {
     let unit = unit_of(device);
     if limit < unit {
         let allowed = format!("at least {unit} bytes, the unit in which memory is taken");
-        return Err(Error::argument(
-            "memory_limit",
-            format!("{limit} bytes"),
-            allowed,
-        ));
+        let found = format!("{limit} bytes");
+        return Err(Error::argument("memory_limit", found, allowed));
     }
     Ok(())
 }

@@ -292,11 +292,8 @@ pub(crate) fn check_range(name: &str, offset: u64, bytes: u64, available: u64) -
     }
     let end = u128::from(offset) + u128::from(bytes);
     let allowed = format!("0..{available} of {name:?}");
-    Err(Error::argument(
-        "range",
-        format!("{offset}..{end}"),
-        allowed,
-    ))
+    let found = format!("{offset}..{end}");
+    Err(Error::argument("range", found, allowed))
 }
 
 #[cfg(test)]

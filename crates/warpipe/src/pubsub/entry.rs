@@ -429,11 +429,9 @@ impl UntrustedEntry {
             (true, true) => None,
         };
         let Some(head) = head.filter(|_| self.packed >> 56 & !FLAGS == 0) else {
-            return Err(violation(
-                "flags",
-                format!("{:#x}", self.packed >> 56),
-                format!("bits of {FLAGS:#x}, a tensor in place without parts"),
-            ));
+            let found = format!("{:#x}", self.packed >> 56);
+            let allowed = format!("bits of {FLAGS:#x}, a tensor in place without parts");
+            return Err(violation("flags", found, allowed));
         };
         let [word, value] = self.completion;
         let completion = self

@@ -286,11 +286,8 @@ impl AnswerHandle {
         let describe = |tag: DeliveryTag| format!("of job {}, attempt {}", tag.job, tag.attempt);
         if !self.answers.publisher.lent(&output.sample) {
             let found = format!("a loan of somebody else, {:?}", output.layout());
-            return Err(Error::argument(
-                "output",
-                found,
-                "an output of this worker's leases",
-            ));
+            let allowed = "an output of this worker's leases";
+            return Err(Error::argument("output", found, allowed));
         }
         match output.lease {
             Some(other) if other != self.tag => Err(Error::argument(

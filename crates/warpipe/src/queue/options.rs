@@ -137,11 +137,8 @@ impl Queue {
 impl QueueRules {
     fn check(&self) -> Result<()> {
         if self.prefetch == 0 || self.prefetch > PREFETCH_MAX {
-            return Err(Error::argument(
-                "prefetch",
-                self.prefetch,
-                format!("1 to {PREFETCH_MAX}"),
-            ));
+            let allowed = format!("1 to {PREFETCH_MAX}");
+            return Err(Error::argument("prefetch", self.prefetch, allowed));
         }
         if self.max_attempts == 0 {
             return Err(Error::argument("max_attempts", 0, "at least 1"));

@@ -66,11 +66,9 @@ impl DeliveryTag {
         };
         let tag = read().ok_or_else(wrong)?;
         if tag.job == 0 || tag.number == 0 || tag.attempt == 0 {
-            return Err(violation(
-                "job delivery tag",
-                format!("{tag:?}"),
-                "numbers from 1",
-            ));
+            let found = format!("{tag:?}");
+            let allowed = "numbers from 1";
+            return Err(violation("job delivery tag", found, allowed));
         }
         Ok(tag)
     }
@@ -165,11 +163,9 @@ pub(crate) fn check_user(user: &[u8]) -> Result<&[u8]> {
     if user.len() <= JOB_META_BYTES_MAX {
         return Ok(user);
     }
-    Err(Error::argument(
-        "metadata",
-        format!("{} bytes", user.len()),
-        format!("at most {JOB_META_BYTES_MAX} bytes"),
-    ))
+    let found = format!("{} bytes", user.len());
+    let allowed = format!("at most {JOB_META_BYTES_MAX} bytes");
+    Err(Error::argument("metadata", found, allowed))
 }
 
 /// The beginning of a reason, as long as one may be.

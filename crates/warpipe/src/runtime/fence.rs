@@ -162,11 +162,8 @@ fn wait_behind(stream: &Stream, other: &Stream) -> Result<()> {
             "one of the backend of {}, which works on it, too",
             other.device()
         );
-        return Err(Error::argument(
-            "stream",
-            format!("one of {}", stream.device()),
-            allowed,
-        ));
+        let found = format!("one of {}", stream.device());
+        return Err(Error::argument("stream", found, allowed));
     }
     let event = RecordedEvent::behind(other)?;
     // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver

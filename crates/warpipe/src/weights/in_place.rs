@@ -142,11 +142,9 @@ impl TensorsInPlace {
 
     fn check(&self, name: &str, layout: &Layout, ptr: DevicePtr) -> Result<()> {
         let refused = |found: String, allowed: &str| {
-            Err(Error::argument(
-                "tensor",
-                format!("{name:?}, {found}"),
-                format!("{allowed}; or publish a copy of it"),
-            ))
+            let found = format!("{name:?}, {found}");
+            let allowed = format!("{allowed}; or publish a copy of it");
+            Err(Error::argument("tensor", found, allowed))
         };
         if layout.offset() != 0 || !layout.is_dense() {
             return refused(format!("of {layout:?}"), "one without gaps");

@@ -122,10 +122,8 @@ impl Search<'_> {
         if self.since.elapsed() < TAKEOVER_TIMEOUT {
             return Ok(());
         }
-        Err(Error::timeout(
-            "the answers of all holders",
-            TAKEOVER_TIMEOUT,
-        ))
+        let what = "the answers of all holders";
+        Err(Error::timeout(what, TAKEOVER_TIMEOUT))
     }
 
     /// Asks one holder for its version, which has to have the number in its name, unless the version

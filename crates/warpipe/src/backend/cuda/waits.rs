@@ -124,10 +124,8 @@ pub(super) fn unregister(host: *mut u8) -> Result<Unregistering> {
     let has_room = is_postponed || waits.postponed.len() < POSTPONED_MAX;
     if has_room && waits.is_any_open() {
         waits.postponed.insert(host.addr());
-        return Err(Error::timeout(
-            "the end of all waits for peers",
-            Duration::ZERO,
-        ));
+        let what = "the end of all waits for peers";
+        return Err(Error::timeout(what, Duration::ZERO));
     }
     waits.postponed.remove(&host.addr());
     waits.hold_back(host);

@@ -121,19 +121,13 @@ impl PublisherCore {
         let range = memory.memory().part(offset, layout.bytes())?;
         if range.device().info().id != self.device.info().id {
             let device = format!("on {}", range.device().info().id);
-            return Err(Error::argument(
-                "memory",
-                device,
-                "on the publisher's device",
-            ));
+            let allowed = "on the publisher's device";
+            return Err(Error::argument("memory", device, allowed));
         }
         if self.domain_identity() != Some(memory.domain().identity()) {
             let domain = format!("published in {}", memory.domain().path().display());
-            return Err(Error::argument(
-                "memory",
-                domain,
-                "in the publisher's domain",
-            ));
+            let allowed = "in the publisher's domain";
+            return Err(Error::argument("memory", domain, allowed));
         }
         let place = Place::Published {
             name: memory.name(),

@@ -110,11 +110,8 @@ impl SampleMut {
         place: Option<Place<'_>>,
     ) -> Result<()> {
         let Some(parts) = &mut self.parts else {
-            return Err(Error::argument(
-                "loan",
-                "of one tensor",
-                "one of `loan_parts`",
-            ));
+            let allowed = "one of `loan_parts`";
+            return Err(Error::argument("loan", "of one tensor", allowed));
         };
         if !parts::is_name(name) {
             let allowed = format!("1 to {PART_NAME_BYTES_MAX} bytes, none of them 0");

@@ -241,11 +241,8 @@ impl MemberSignals {
             replaced.len()
         };
         if self.listeners.locked().len() + replaced >= LISTENERS_MAX {
-            return Err(Error::argument(
-                "listener",
-                member,
-                format!("one of {LISTENERS_MAX}"),
-            ));
+            let allowed = format!("one of {LISTENERS_MAX}");
+            return Err(Error::argument("listener", member, allowed));
         }
         let page = SharedPage::seal(&self.device, fd, bytes_for(self.permits()), &self.name)?;
         let pair_page = PairPage {
