@@ -278,13 +278,8 @@ impl Ticket {
     }
 
     pub(crate) fn expired(&self, expiry: Expiry) -> Error {
-        Error::handle(
-            "ticket",
-            HandleFault::Expired {
-                name: self.fields.name.clone(),
-                expiry,
-            },
-        )
+        let name = self.fields.name.clone();
+        Error::handle("ticket", HandleFault::Expired { name, expiry })
     }
 
     pub(crate) fn incarnation(&self) -> Option<Incarnation> {

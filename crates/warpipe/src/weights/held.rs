@@ -254,12 +254,8 @@ impl PartialVersion {
         } = *reply;
         let mut fds = fds.into_iter();
         if version.number > NUMBER_MAX {
-            return Err(Error::protocol(
-                name,
-                "version",
-                version.number,
-                "up to 2^48",
-            ));
+            let number = version.number;
+            return Err(Error::protocol(name, "version", number, "up to 2^48"));
         }
         let sealed = fds.next();
         let sealed = sealed.ok_or_else(|| Error::protocol(name, "descriptors", "none", "more"))?;
@@ -332,12 +328,8 @@ impl PartialVersion {
         let left = leases + self.pieces.len() - first;
         if fds.is_empty() || fds.len() > left {
             let allowed = format!("1 to {left} of its pieces");
-            return Err(Error::protocol(
-                &self.name,
-                "descriptors",
-                fds.len(),
-                allowed,
-            ));
+            let found = fds.len();
+            return Err(Error::protocol(&self.name, "descriptors", found, allowed));
         }
         let mut fds = fds.into_iter();
         for lease in fds.by_ref().take(leases.saturating_sub(first)) {
