@@ -60,7 +60,7 @@ macro_rules! deref_to_slice {
         impl std::ops::Deref for $handle {
             type Target = $crate::memory::DeviceSlice;
 
-            fn deref(&self) -> &Self::Target {
+            fn deref(&self) -> &$crate::memory::DeviceSlice {
                 &self.slice
             }
         }
