@@ -367,6 +367,17 @@ def test_a_watch_calls_back_with_each_version(keeper, publish, options):
     assert seen == [(1, 10), (2, 20)]
 
 
+def test_a_watch_that_calls_back_tells_of_an_error_and_goes_on(domain, publish, options, caplog):
+    seen = []
+    with warpipe.Publisher("llama", **options):
+        watch = weights.watch("llama", **options, on=lambda shared: seen.append(shared.version))
+        until(lambda: "llama" in caplog.text, "the error")
+    with watch, weights.keep("llama", domain=domain):
+        publish({"a": np.ones(1)})
+        until(lambda: seen == [1], "the version")
+    assert caplog.records[0].exc_info[0] is warpipe.OtherKindError
+
+
 def test_a_watch_of_another_kind_of_name_raises(options):
     with warpipe.Publisher("frames", **options), weights.watch("frames", **options) as watch:
         with pytest.raises(warpipe.OtherKindError):

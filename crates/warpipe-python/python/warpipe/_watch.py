@@ -8,6 +8,7 @@ The thread's waits are short, so that it ends soon after the watch, which it doe
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,8 @@ _Place = tuple[str, _warpipe.Device, _warpipe.Domain]
 _LOOK_SECONDS = 1.0
 # Of a thread that cannot wait for a version: the next look for one says why.
 _FAILED = 1 << 64
+
+_log = logging.getLogger("warpipe")
 
 
 class _Board:
@@ -90,9 +93,18 @@ def _follow(board: _Board, place: _Place, watch: weakref.ref[Watch]) -> None:
 
 
 def _call(board: _Board, place: _Place, watch: weakref.ref[Watch]) -> None:
-    after = board.given
+    after, said = board.given, ""
     while True:
-        weights = _warpipe._open_weights(*place, _LOOK_SECONDS, after, None, True)
+        weights = None
+        try:
+            weights = _warpipe._open_weights(*place, _LOOK_SECONDS, after, None, True)
+        except Error as error:
+            # No caller would get it. A later look may find a version.
+            if str(error) != said:
+                said = str(error)
+                _log.exception("the watch of the weights %r has no version to call back with", place[0])
+            with board.lock:
+                board.changed.wait(_LOOK_SECONDS)
         one = watch()
         if one is None or one.closed or one._on is None:
             return

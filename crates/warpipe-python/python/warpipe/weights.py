@@ -279,7 +279,8 @@ def watch(
     """Follows the versions of a name after number ``after``, the one that is offered first: ``for weights in watch(name):``,
     ``async for``, or ``changes(timeout)``; with ``on`` each is given to this function, on a thread of its own.
 
-    It goes on while the keeper is replaced. Close it to end it.
+    It goes on while the keeper is replaced, and with ``on`` after an error, which is logged (logger ``warpipe``). Close it
+    to end it.
 
     Raises ``DomainError``, ``DeviceError``.
     """
