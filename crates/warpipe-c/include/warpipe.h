@@ -1082,7 +1082,9 @@ warpipe_status warpipe_subscriber_receive(warpipe_subscriber *subscriber,
 // Closes previous, and waits for the next sample with the stream that it was received with, as
 // warpipe_subscriber_receive: one call of the driver (cuStreamBatchMemOp) where the next one
 // was sent already and is not complete. previous is released behind its stream's work whatever
-// the result, but for WARPIPE_INVALID_OBJECT and WARPIPE_INVALID_STATE.
+// the result, unless the call is refused before it waits: for an argument, for a full table of
+// objects, or while another thread is in a call on one of the two. previous stays open then. It
+// may be closed after any error: WARPIPE_INVALID_OBJECT says that it was.
 //
 // Requires: as for warpipe_subscriber_receive.
 warpipe_status warpipe_subscriber_receive_next(warpipe_subscriber *subscriber,

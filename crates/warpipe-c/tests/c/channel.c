@@ -62,6 +62,8 @@ static int subscribe(void) {
     if (previous == NULL) {
       OK(warpipe_subscriber_receive(subscriber, stream, LIMIT, &sample));
     } else {
+      FAILS(warpipe_subscriber_receive_next(subscriber, previous, LIMIT, NULL),
+            WARPIPE_INVALID_INPUT, "sample");
       OK(warpipe_subscriber_receive_next(subscriber, previous, LIMIT, &sample));
       FAILS(warpipe_close(previous), WARPIPE_INVALID_OBJECT, "");
       previous = NULL;

@@ -492,8 +492,8 @@ impl Sample {
             && !matches!(self.is_complete(), Ok(false))
     }
 
-    /// Drops a sample whose release is enqueued.
-    pub(super) fn forget_released(mut self) {
+    /// Its release is enqueued.
+    pub(super) fn set_released(&mut self) {
         self.raw.is_released = true;
     }
 

@@ -368,7 +368,7 @@ impl Subscriber {
     ) -> Result<Option<Sample>> {
         match self.poll(stream, previous)? {
             None => {
-                drop(previous.take());
+                *previous = None;
                 self.open_next(stream)
             }
             polled => Ok(polled),
@@ -408,7 +408,7 @@ impl Subscriber {
             if let Some(sample) = self.poll_while(polls, stream, previous, wait)? {
                 return Ok(sample);
             }
-            drop(previous.take());
+            *previous = None;
             match is_polled {
                 true => self.drain(),
                 false => self.drain_rung(),

@@ -72,15 +72,15 @@ impl PublisherLink {
         let release = previous.as_ref().and_then(|it| it.position_in(self));
         let release = release.map(|position| self.release_op(position));
         if release.is_none() {
-            drop(previous.take());
+            *previous = None;
         }
         self.record_use(stream);
         let ops = [release.unwrap_or(wait), wait];
         // SAFETY: the words lie in the link segment, which is dropped only when this stream,
         // recorded above, is proven to be past them (`DropAfterFence`).
         unsafe { stream.batch_at_once(&ops[usize::from(release.is_none())..])? };
-        if let Some(released) = previous.take() {
-            released.forget_released();
+        if let Some(previous) = previous {
+            previous.set_released();
         }
         Ok(true)
     }

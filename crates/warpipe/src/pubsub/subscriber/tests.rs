@@ -7,7 +7,8 @@ use std::time::Instant;
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with};
 
 use super::*;
-use crate::backend::testing::{Counting, Failing, Holding, Wrapped};
+use crate::backend::RawStream;
+use crate::backend::testing::{Counting, Failing, Holding, Hook, Wrapped};
 use crate::error::Loss;
 use crate::hostile::alone;
 use crate::ipc::domain::watch::tests::MADE;
@@ -611,8 +612,8 @@ fn a_sample_given_for_the_next_one_is_released_whatever_becomes_of_that() {
     assert!(are_in_flight(1), "the second one is back");
 }
 
-/// The thread polls until the next sample comes. The first one's data is not complete meanwhile; the
-/// second one's is, before there is a third.
+/// The thread polls until the next sample comes. The first one's data is not complete meanwhile;
+/// the second one's is, before there is a third.
 #[test]
 fn a_release_is_held_back_for_the_next_sample_until_the_data_is_complete() {
     let place = Place::new("held-back");
@@ -754,4 +755,83 @@ fn a_receive_ends_in_time_while_the_driver_holds_up_the_mapping_of_a_region() {
     });
     let sample = subscriber.receive(&stream, LONG).unwrap();
     assert_eq!(sample.metadata(), b"in a new region");
+}
+
+/// The thread polls, for all that the test knows, for an hour.
+#[test]
+fn a_wait_that_polls_ends_with_its_publisher_or_finds_the_next_one() {
+    const HOUR: Duration = Duration::from_secs(3600);
+    for reconnect in [false, true] {
+        let place = Place::new(&format!("polling-{reconnect}"));
+        let stream = place.device.stream().unwrap();
+        let publisher = place.publisher();
+        let options = SubscriberOptions {
+            reconnect,
+            spin: HOUR,
+            ..place.domain.on(&place.device)
+        };
+        let mut subscriber = Subscriber::open("camera", options, Duration::ZERO).unwrap();
+        publisher.send_bytes(&stream, b"first").unwrap();
+        let first = subscriber.receive(&stream, LONG).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || _ = tell.send(subscriber.receive_next(first, HOUR)));
+        // It polls.
+        let has_released = || publisher.subscribers()[0].in_flight == 0;
+        assert!(warpipe_testkit::eventually(LONG, has_released));
+        drop(publisher);
+        let publisher = place.publisher();
+        if reconnect {
+            publisher.wait_for_subscribers(1, LONG).unwrap();
+            publisher.send_bytes(&stream, b"second").unwrap();
+        }
+        match told.recv_timeout(LONG).expect("a result") {
+            Ok(second) => assert_eq!(second.to_vec(LONG).unwrap(), b"second"),
+            end => assert!(matches!(end, Err(Error::PeerGone { .. })), "{end:?}"),
+        }
+    }
+}
+
+/// Another thread begins the capture while this one polls. The graph would record the release.
+#[test]
+fn a_capture_that_begins_while_a_release_is_held_back_does_not_get_it() {
+    #[derive(Debug, Default)]
+    struct Capturing(AtomicBool);
+    impl Hook for Capturing {
+        fn before(&self, _: &'static str) -> Result<()> {
+            Ok(())
+        }
+        fn is_capturing(&self, _: RawStream) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+    }
+    let place = Place::new("captured");
+    let wrapped = Wrapped::new(place.device.backend().clone(), Capturing::default());
+    let (device, is_capturing) = (Device::from_backend(wrapped.clone()), &wrapped.hook().0);
+    let publisher = Publisher::new("camera", place.domain.on(&place.device)).unwrap();
+    let options = SubscriberOptions {
+        spin: LONG,
+        ..place.domain.on(&device)
+    };
+    let mut subscriber = Subscriber::open("camera", options, Duration::ZERO).unwrap();
+    let (sending, stream) = (place.device.stream().unwrap(), device.stream().unwrap());
+    let (gate, opened) = std::sync::mpsc::channel::<()>();
+    sending.call(move || _ = opened.recv()).unwrap();
+    publisher.send_bytes(&sending, &[1]).unwrap();
+    let first = subscriber.receive(&stream, LONG).unwrap();
+    // Asked by a thread that polls.
+    let begin = || {
+        if !is_capturing.swap(true, Ordering::Relaxed) {
+            publisher.send_bytes(&sending, &[2]).unwrap();
+        }
+        false
+    };
+    let refused = subscriber.receive_next(first, Wait::from(LONG).unless(&begin));
+    let is_of_capture = matches!(refused, Err(Error::State(StateFault::Capturing(_))));
+    assert!(is_of_capture, "{refused:?}");
+    is_capturing.store(false, Ordering::Relaxed);
+    drop(gate);
+    let second = subscriber.receive(&stream, LONG).unwrap();
+    assert_eq!(second.to_vec(LONG).unwrap(), [2]);
+    let is_back = || publisher.subscribers()[0].in_flight == 1;
+    assert!(warpipe_testkit::eventually(LONG, is_back));
 }

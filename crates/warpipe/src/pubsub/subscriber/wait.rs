@@ -66,13 +66,18 @@ impl Subscriber {
     ) -> Result<Option<Sample>> {
         // Else the sleep comes soon enough.
         let is_long = self.options.spin > SLICE;
+        // Without a link there is nothing to poll, and a ring does not say that its link has ended.
         let has_news = |subscriber: &Subscriber| {
             let attached = subscriber.attached.as_ref();
-            attached.is_some_and(|it| it.taken.is_some() || it.ring.may_have_news())
+            attached.is_none_or(|it| !it.is_quiet())
         };
         while polls.pass() {
             for _ in 0..LOOKS {
                 if has_news(self) {
+                    if previous.is_some() {
+                        // A graph that another thread captures meanwhile would record the release.
+                        stream.check_not_capturing()?;
+                    }
                     return self.poll_opening(stream, previous);
                 }
                 std::hint::spin_loop();
