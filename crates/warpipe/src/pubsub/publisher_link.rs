@@ -17,8 +17,8 @@ use std::time::Duration;
 
 pub(super) use self::handshake::ConnectOptions;
 use self::monitor::PublisherMonitor;
-pub(super) use self::samples::OpenMemory;
 use self::samples::SetAside;
+pub(super) use self::samples::{Admission, OpenMemory};
 use crate::backend::DeviceId;
 use crate::clock::now_ns;
 use crate::device::Device;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::observer::Reply;
-use super::publisher_link::{OpenMemory, PublisherLink};
+use super::publisher_link::{Admission, OpenMemory, PublisherLink};
 use crate::backend::DevicePtr;
 use crate::backend::zeroed;
 use crate::clock::now_ns;
@@ -363,7 +363,8 @@ impl Sample {
         let Receipt { link, position, .. } = &self.raw.receipt;
         link.owner_process().check()?;
         stream.check_usable(self.stream.device())?;
-        if self.raw.receipt.is_set_aside || link.admit(*position, stream, &mut None)? {
+        if self.raw.receipt.is_set_aside || link.admit(*position, stream, None)? != Admission::Lost
+        {
             return Ok(());
         }
         Err(link.lost(self.sequence()))

@@ -20,7 +20,6 @@ use crate::memory::region::Kept;
 use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
 use crate::pubsub::ring;
-use crate::pubsub::sample::Sample;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
@@ -41,48 +40,53 @@ pub(super) struct SetAside {
     due: Mutex<VecDeque<u64>>,
 }
 
+/// What a stream has to wait for before it reads a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::pubsub) enum Admission {
+    /// Nothing.
+    Complete,
+    /// The data; the wait is enqueued, behind the release of an earlier sample if there was one.
+    Awaited,
+    /// The publisher is dead, and the data never will be complete.
+    Lost,
+}
+
 impl PublisherLink {
     /// Prepares `stream`, which was found [usable](Stream::check_usable) in the same user call, to
-    /// read the sample at `position`: the stream waits until the data is complete. False if the
-    /// publisher is dead and the data never will be complete. `previous`, a sample of this stream,
-    /// is released in front of the wait, if there is one: in the same call of the driver if it is
-    /// of this link.
+    /// read the sample at `position`: the stream waits until the data is complete, and `released`,
+    /// an earlier position, is released in the same call of the driver.
     #[inline]
     pub(in crate::pubsub) fn admit(
         &self,
         position: u64,
         stream: &Stream,
-        previous: &mut Option<Sample>,
-    ) -> Result<bool> {
+        released: Option<u64>,
+    ) -> Result<Admission> {
         if self.monitor.hold(position) {
             // No rescue follows: the state that a death between publishing and signalling left is
             // judged here.
             self.monitor.release_wait(position);
-            return Ok(!self.monitor.has_lost(position));
+            return Ok(match self.monitor.has_lost(position) {
+                true => Admission::Lost,
+                false => Admission::Complete,
+            });
         }
         // Work that is launched after the CPU has seen the word is ordered behind the data without
         // a wait on the device.
         if self.segment.entry(position).ready.reached(position) {
-            return Ok(true);
+            return Ok(Admission::Complete);
         }
         let wait = StreamOp::Wait {
             word: self.segment.ready_word(position),
             value: position,
         };
-        let release = previous.as_ref().and_then(|it| it.position_in(self));
-        let release = release.map(|position| self.release_op(position));
-        if release.is_none() {
-            *previous = None;
-        }
-        self.record_use(stream);
+        let release = released.map(|position| self.release_op(position));
         let ops = [release.unwrap_or(wait), wait];
+        self.record_use(stream);
         // SAFETY: the words lie in the link segment, which is dropped only when this stream,
         // recorded above, is proven to be past them (`DropAfterFence`).
         unsafe { stream.batch_at_once(&ops[usize::from(release.is_none())..])? };
-        if let Some(previous) = previous {
-            previous.set_released();
-        }
-        Ok(true)
+        Ok(Admission::Awaited)
     }
 
     /// Records that the sample at `position` is out of the ring and not admitted to any stream: if

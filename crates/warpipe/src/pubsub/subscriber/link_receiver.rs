@@ -16,7 +16,7 @@ use crate::pubsub::entry::{Head, Metadata, Violation, violation};
 use crate::pubsub::observer::{LinkedSubscriber, Reply, ReplyLink};
 use crate::pubsub::parts;
 use crate::pubsub::place::{Asked, Place};
-use crate::pubsub::publisher_link::{ConnectOptions, Ended, OpenMemory, PublisherLink};
+use crate::pubsub::publisher_link::{Admission, ConnectOptions, Ended, OpenMemory, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{
     Discontinuity, PreviousPublisher, Rare, RawSample, Receipt, Sample, TensorLocation,
@@ -143,7 +143,8 @@ impl LinkReceiver {
 
     /// The next sample, if there is one, for `stream`, which waits for its data. None also if the
     /// next one is to be [opened](Self::open_taken) first. The error at the link's end comes behind
-    /// the last sample. For `previous` see [`PublisherLink::admit`].
+    /// the last sample. `previous` is released in front of a wait: in the same call of the driver
+    /// if it is of this link.
     #[inline]
     pub(super) fn poll(
         &mut self,
@@ -156,8 +157,19 @@ impl LinkReceiver {
                 self.taken = Some(taken);
                 return Ok(None);
             }
-            match self.link.admit(taken.receipt.position, stream, previous) {
-                Ok(true) => {
+            if self.released_before == 0 {
+                *previous = None;
+            }
+            let released = previous.as_ref().map(|_| self.released_before);
+            match self.link.admit(taken.receipt.position, stream, released) {
+                // It is lost, and needs no memory.
+                Ok(Admission::Lost) => self.opened.clear(),
+                Ok(admission) => {
+                    if admission == Admission::Awaited
+                        && let Some(previous) = previous
+                    {
+                        previous.set_released();
+                    }
                     let gap = self.break_before(taken.receipt.sequence, ended);
                     let mut sample = taken.into_sample(stream, gap);
                     sample.released_before = self.released_before;
@@ -170,8 +182,6 @@ impl LinkReceiver {
                     }
                     return Ok(Some(sample));
                 }
-                // It is lost, and needs no memory.
-                Ok(false) => self.opened.clear(),
                 Err(error) => {
                     self.taken = Some(taken);
                     return Err(error);
