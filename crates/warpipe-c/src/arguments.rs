@@ -144,18 +144,12 @@ pub(crate) unsafe fn options<T: Options>(options: *const T) -> Result<T> {
         let allowed = format!("sizeof({})", name_of::<T>());
         return Err(Failure::argument("options->size", size, allowed));
     }
-    let known = size.min(size_of::<T>());
+    let (known, bytes) = (size.min(size_of::<T>()), options.cast::<u8>());
     // SAFETY: the caller promises `size` bytes; the copy has room for those that are known.
-    unsafe {
-        std::ptr::copy_nonoverlapping(
-            options.cast::<u8>(),
-            std::ptr::from_mut(&mut copy).cast::<u8>(),
-            known,
-        );
-    }
-    // SAFETY: as above; the bytes behind the known ones.
-    let newer =
-        unsafe { std::slice::from_raw_parts(options.cast::<u8>().add(known), size - known) };
+    let newer = unsafe {
+        std::ptr::copy_nonoverlapping(bytes, std::ptr::from_mut(&mut copy).cast(), known);
+        std::slice::from_raw_parts(bytes.add(known), size - known)
+    };
     if newer.iter().any(|&byte| byte != 0) {
         let (name, version) = (name_of::<T>(), env!("CARGO_PKG_VERSION"));
         let said = format!(

@@ -431,11 +431,10 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
     unsafe { make_beside(subscriber, "sample", sample, receive) }
 }
 
-/// Closes `previous`, and waits for the next sample with the stream that it was received with, as
-/// `warpipe_subscriber_receive`: one call of the driver (`cuStreamBatchMemOp`) where the next one
-/// was sent already and is not complete. `previous` is released behind its stream's work whatever
-/// the result, unless the call is refused before it waits: for an argument, for a full table of
-/// objects, or while another thread is in a call on one of the two. `previous` stays open then. It
+/// Closes `previous`, and waits for the next sample with its stream, as
+/// `warpipe_subscriber_receive`: in one call of the driver (`cuStreamBatchMemOp`) while both are
+/// not complete. `previous` is released whatever the result, unless the call is refused before it
+/// waits: for an argument, a full table of objects, or another thread's call on one of the two. It
 /// may be closed after any error: `WARPIPE_INVALID_OBJECT` says that it was.
 ///
 /// # Safety

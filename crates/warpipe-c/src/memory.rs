@@ -298,12 +298,11 @@ pub unsafe extern "C" fn warpipe_memory_export_fd(
 
 /// The memory, if this process allocated it and may give it away.
 pub(crate) fn owned(memory: &MemoryKind) -> Result<&Memory> {
-    match memory {
-        MemoryKind::Owned(memory) => Ok(memory),
-        _ => Err(Failure::state(
-            "this memory is not of warpipe_memory_allocate; its owner can give it away",
-        )),
-    }
+    let MemoryKind::Owned(memory) = memory else {
+        let said = "this memory is not of warpipe_memory_allocate; its owner can give it away";
+        return Err(Failure::state(said));
+    };
+    Ok(memory)
 }
 
 /// Maps memory by a descriptor of `warpipe_memory_export_fd` that came over the caller's own

@@ -109,7 +109,7 @@ impl ShareWords {
         Ok((words, offers_fd))
     }
 
-    /// Of a receiver, whose owner has so many slots.
+    /// Of a receiver, of an owner with so many slots.
     pub(crate) fn open(
         slots: u32,
         states: Option<PeerFd>,

@@ -194,7 +194,7 @@ impl CopySide {
     }
 }
 
-/// `CUDA_MEMCPY3D`, whose two sides have the same fields. The extent is a row's bytes, rows, and
+/// `CUDA_MEMCPY3D`; its two sides have the same fields. The extent is a row's bytes, rows, and
 /// slices.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
