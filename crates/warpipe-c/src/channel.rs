@@ -434,8 +434,7 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
 /// Closes `previous`, and waits for the next sample with its stream, as
 /// `warpipe_subscriber_receive`: in one call of the driver (`cuStreamBatchMemOp`) while both are
 /// not complete. `previous` is released whatever the result, unless the call is refused before it
-/// waits: for an argument, a full table of objects, or another thread's call on one of the two. It
-/// may be closed after any error: `WARPIPE_INVALID_OBJECT` says that it was.
+/// waits. It may be closed after any error: `WARPIPE_INVALID_OBJECT` says that it was.
 ///
 /// # Safety
 /// As for `warpipe_subscriber_receive`.
