@@ -420,12 +420,11 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
     timeout_ns: u64,
     sample: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    let timeout = timeout(timeout_ns);
     let receive = |found: &mut Locked<OnDevice<Subscriber>>| {
         let OnDevice { object, streams } = &mut **found;
         // SAFETY: the caller's promise.
         let stream = unsafe { streams.get(stream) }?;
-        Ok(object.receive(&stream, timeout)?.into())
+        Ok(object.receive(&stream, timeout(timeout_ns))?.into())
     };
     // SAFETY: the caller's promise.
     unsafe { make_beside(subscriber, "sample", sample, receive) }
