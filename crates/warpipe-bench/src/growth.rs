@@ -108,7 +108,9 @@ pub fn of_names(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 pub fn of_engines(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    each_of(setup, (&[1, 3], &[1, 8, 64]), engines)
+    // A GPU takes 48 to 60 clients of MPS at once.
+    let most = if setup.is_mps() { 40 } else { 64 };
+    each_of(setup, (&[1, 3], &[1, 8, most]), engines)
 }
 
 /// One version of many tensors: published here, opened by another process.

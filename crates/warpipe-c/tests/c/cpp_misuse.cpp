@@ -231,6 +231,7 @@ void a_loop_that_is_left_keeps_no_sample(const warpipe::Device &device, void *st
       leave(round % 2 == 0);
     } catch (int) {
     }
+    warpipe::check(warpipe_stream_synchronize(device.get(), stream, LIMIT));
   }
   CHECK(status_of([&] { channel.subscriber.receive(stream, 0ms); }) == WARPIPE_TIMEOUT);
 }
@@ -243,6 +244,7 @@ void a_sample_given_for_the_next_one_returns(const warpipe::Device &device, void
     warpipe::Sample sample = channel.subscriber.receive(stream, kLimit);
     const auto next = [&] { channel.subscriber.receive_next(std::move(sample), 0ms); };
     CHECK(status_of(next) == WARPIPE_TIMEOUT);
+    warpipe::check(warpipe_stream_synchronize(device.get(), stream, LIMIT));
     CHECK(status_of(next) == WARPIPE_INVALID_OBJECT); // NOLINT: after the move
   }
 }
