@@ -828,8 +828,8 @@ public:
     check(warpipe_subscriber_receive(get(), stream, nanoseconds(timeout), &sample));
     return Sample(sample);
   }
-  // Destroys `previous`, and receives the next sample with its stream: one call of the driver where
-  // that one was sent already and is not complete.
+  // Releases `previous`, and receives the next sample with its stream: in one call of the driver
+  // while the data of both is not complete.
   Sample receive_next(Sample previous, Duration timeout) {
     warpipe_sample *sample = nullptr;
     check(warpipe_subscriber_receive_next(get(), previous.get(), nanoseconds(timeout), &sample));

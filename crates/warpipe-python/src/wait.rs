@@ -153,7 +153,7 @@ pub fn waiting<T: Send, Held>(
         let end = RefCell::new(None);
         let cancelled = || {
             if end.borrow().is_none() {
-                // None once the interpreter ends: it runs no handler, and takes no other thread back.
+                // None once the interpreter ends: it runs no handler, and takes no thread back.
                 let raised = |_held| Python::try_attach(|py| py.check_signals())?.err().map(Ok);
                 *end.borrow_mut() = goes_on().map_or_else(|fault| Some(Err(fault)), raised);
             }

@@ -88,8 +88,8 @@ struct LegacyFields {
 }
 
 impl LegacyHandle {
-    /// `cuPointerGetAttribute` + `cuIpcGetMemHandle`: a handle for `bytes` bytes at `ptr`, which may
-    /// lie anywhere in their allocation.
+    /// `cuPointerGetAttribute` + `cuIpcGetMemHandle`: a handle for `bytes` bytes at `ptr`, which
+    /// may lie anywhere in their allocation.
     ///
     /// # Errors
     /// [`Error::Handle`] for memory that is not from `cudaMalloc` (null, host, pinned,
