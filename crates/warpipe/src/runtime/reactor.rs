@@ -12,6 +12,8 @@
 mod deferred;
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read as _;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
@@ -396,14 +398,16 @@ fn watched<'a>(fd: RawFd) -> BorrowedFd<'a> {
     unsafe { BorrowedFd::borrow_raw(fd) }
 }
 
-/// Random bytes for an endpoint's generation: `getrandom(2)`.
+/// Random bytes for an endpoint's generation: `getrandom(2)`, or where a sandbox refuses that,
+/// `/dev/urandom`.
 pub(crate) fn new_generation() -> [u8; 16] {
     let mut bytes = [0u8; 16];
     let mut filled = 0;
     while filled < bytes.len() {
-        filled +=
-            rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
-                .unwrap_or(0);
+        let rest = &mut bytes[filled..];
+        let made = rustix::rand::getrandom(&mut *rest, rustix::rand::GetRandomFlags::empty());
+        let made = made.or_else(|_| File::open("/dev/urandom")?.read(rest));
+        filled += made.unwrap_or(0);
     }
     bytes
 }

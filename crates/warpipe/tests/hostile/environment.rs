@@ -3,12 +3,13 @@
 
 use std::os::unix::fs::chown;
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::stage::{
-    LONG, Scratch, TestProcess, alone, command, domain_of_test, eventually, next_order, role,
-    stream,
+    LONG, Scratch, TestProcess, alone, assert_delivers, command, domain_of_test, eventually,
+    next_order, role, stream,
 };
 use crate::statistics::Observer;
 use crate::{Client, Device, Domain, Error, Layout, Publisher, Server};
@@ -109,6 +110,66 @@ fn memory_beyond_the_limit_of_file_sizes_is_an_error_and_no_signal() {
         }
         send(&build().unwrap()).expect("without the limit");
     });
+}
+
+/// Has the kernel refuse these system calls from now on, to this thread and those that it starts.
+fn refuse(calls: &[(libc::c_long, libc::c_int)]) {
+    let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    let is_equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    let answer = (libc::BPF_RET | libc::BPF_K) as u16;
+    let line = |code, skipped, k| libc::sock_filter {
+        code,
+        jt: 0,
+        jf: skipped,
+        k,
+    };
+    // The number of the call is the first word.
+    let mut filter = vec![line(load, 0, 0)];
+    for &(call, error) in calls {
+        filter.push(line(is_equal, 1, call as u32));
+        filter.push(line(answer, 0, libc::SECCOMP_RET_ERRNO | error as u32));
+    }
+    filter.push(line(answer, 0, libc::SECCOMP_RET_ALLOW));
+    let program = libc::sock_fprog {
+        len: filter.len() as u16,
+        filter: filter.as_mut_ptr(),
+    };
+    // SAFETY: the kernel copies the program, which lives across the call.
+    let codes = unsafe {
+        [
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program),
+        ]
+    };
+    assert_eq!(codes, [0, 0]);
+}
+
+#[test]
+fn a_sandbox_without_random_numbers_and_inotify_has_channels_and_waits_for_names() {
+    let test = "a_sandbox_without_random_numbers_and_inotify_has_channels_and_waits_for_names";
+    for error in [libc::ENOSYS, libc::EPERM] {
+        let mut process = match role() {
+            Some(error) => {
+                let error = error.parse().unwrap();
+                refuse(&[
+                    (libc::SYS_getrandom, error),
+                    (libc::SYS_inotify_init1, error),
+                ]);
+                let scratch = Scratch::new();
+                let options = scratch.domain.on(&Device::host());
+                let wait = Duration::from_millis(1);
+                let none = crate::Subscriber::open("a", options, wait).unwrap_err();
+                assert!(matches!(none, Error::NotFound { .. }), "{none}");
+                println!("waited");
+                let publisher = scratch.publisher(|it| it);
+                assert_delivers(&publisher, &mut scratch.subscriber(), b"here");
+                return println!("delivered");
+            }
+            None => TestProcess::run(&mut command(module_path!(), test, &error.to_string())),
+        };
+        process.hear("waited");
+        process.hear("delivered");
+    }
 }
 
 /// A process in a time namespace of its own, in which the clocks are far ahead. `None` where that is

@@ -57,8 +57,9 @@ pub(crate) struct Inotify(Vec<CloseOnForkFd>);
 
 impl Inotify {
     /// `None` where this user has reached its limit of instances (`fs.inotify.max_user_instances`)
-    /// or watches (`max_user_watches`), over all its processes, or may not read the directory: a
-    /// domain of another user's lets it pass alone. Then the directory has to be polled.
+    /// or watches (`max_user_watches`), over all its processes, or may not read the directory (a
+    /// domain of another user's lets it pass alone), or where a sandbox refuses the calls. Then the
+    /// directory has to be polled.
     pub(crate) fn new(
         directory: &Path,
         wanted: WatchFlags,
@@ -66,7 +67,8 @@ impl Inotify {
     ) -> Result<Option<Inotify>> {
         match Inotify::make(directory, wanted) {
             Ok(made) => Ok(Some(made)),
-            Err((_, Errno::MFILE | Errno::NFILE | Errno::NOSPC | Errno::ACCESS)) => Ok(None),
+            Err((_, Errno::MFILE | Errno::NFILE | Errno::NOSPC)) => Ok(None),
+            Err((_, Errno::ACCESS | Errno::PERM | Errno::NOSYS)) => Ok(None),
             Err((call, error)) => Err(Error::os(call, what, error)),
         }
     }
