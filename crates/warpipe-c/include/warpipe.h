@@ -17,8 +17,8 @@
  * a time: a second one gets WARPIPE_INVALID_STATE. All others may be used by any number of threads
  * at once. warpipe_close may be called while another thread is in a call on the object, which ends
  * when that call does; every other end of an object is refused then, and it stays open.
- * The library calls no function of the caller but that of warpipe_stream_call, and holds no lock
- * then.
+ * The library calls no function of the caller but those that a call was given (release, deleters,
+ * that of warpipe_stream_call), and holds no lock then.
  *
  * Streams are CUstream or cudaStream_t as they are (void *), of the device's primary context; null
  * is the default stream. Device addresses are uint64_t. Sizes are in bytes, times in nanoseconds.
