@@ -202,16 +202,18 @@ pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
         picture_says(reports)
     );
     text += "\n## On a GPU\n\n";
-    let _ = writeln!(text, "| | {} |\n| --- | --- | --- | --- |", GPU.join(" | "));
-    let mut missing = Vec::new();
+    let modes = measured_modes(&all);
+    text += &head_of(" ", &modes);
+    let mut missing: Vec<&str> = Vec::new();
     for pick in ON_GPU {
-        let cells = GPU.map(|mode| cell(&all, pick, mode));
+        let cells: Vec<String> = modes.iter().map(|mode| cell(&all, pick, mode)).collect();
         if cells.iter().any(|cell| !cell.is_empty()) {
             let _ = writeln!(text, "| {} | {} |", pick.question, cells.join(" | "));
         } else {
             missing.push(pick.question);
         }
     }
+    missing.extend(GPU.iter().filter(|mode| !modes.contains(mode)));
     if !missing.is_empty() {
         let said = format!("Not measured at this commit: {}.", missing.join("; "));
         let _ = writeln!(text, "\n{}", wrapped(&said));
@@ -233,6 +235,21 @@ pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
     text += "\n\n";
     text += &targets::gaps(reports)?;
     Ok(text)
+}
+
+/// The modes in which anything was measured.
+fn measured_modes(all: &[Row]) -> Vec<&'static str> {
+    let is_measured = |mode: &&str| all.iter().any(|row| row.mode == *mode);
+    GPU.into_iter().filter(is_measured).collect()
+}
+
+/// The head of a table with a column for each mode.
+fn head_of(first: &str, modes: &[&str]) -> String {
+    format!(
+        "|{first}| {} |\n| --- |{}\n",
+        modes.join(" | "),
+        " --- |".repeat(modes.len())
+    )
 }
 
 /// `290.5 us, 1.02 x`, or nothing where it was not measured.
@@ -299,13 +316,11 @@ fn python(text: &mut String, reports: &Reports) {
         return;
     }
     *text += "\n## Round trips from Python, beside `torch.multiprocessing`\n\n";
-    let _ = writeln!(
-        text,
-        "| a tensor | {} |\n| --- | --- | --- | --- |",
-        GPU.join(" | ")
-    );
+    let modes = measured_modes(&rows(reports));
+    text.push_str(&head_of(" a tensor ", &modes));
     for (name, role, bytes) in ROWS {
-        let cells = GPU.map(|mode| python_cell(reports, role, bytes, mode).unwrap_or_default());
+        let cell = |mode: &&str| python_cell(reports, role, bytes, mode).unwrap_or_default();
+        let cells: Vec<String> = modes.iter().map(cell).collect();
         let _ = writeln!(text, "| {name} | {} |", cells.join(" | "));
     }
 }
