@@ -33,7 +33,7 @@ static FOUND: Mutex<Option<Arc<Torch>>> = Mutex::new(None);
 
 /// The imported `torch`, if any: whole.
 pub fn found(py: Python<'_>) -> PyResult<Option<Arc<Torch>>> {
-    // Another thread may be in the middle of importing it, which defines that function last.
+    // Another thread may be in the middle of importing it: that function comes behind the others.
     let is_whole = |module: &Bound<'_, PyAny>| module.hasattr(pyo3::intern!(py, "from_dlpack"));
     let module = imported(py, "torch")?.filter(|module| is_whole(module).unwrap_or(false));
     module.map(|module| Torch::of(&module)).transpose()
