@@ -97,7 +97,7 @@ fn line(weights: &NamedWeights) -> String {
                 _ => parts.push(styled(Style::Yellow, "no hashes")),
             }
         }
-        None if weights.is_silent => parts.push("no answer: it may be stopped".to_owned()),
+        None if weights.is_silent => parts.push("no answer: stopped, or no keeper".to_owned()),
         None => parts.push("no version".to_owned()),
     }
     parts.push(match &weights.keeper {

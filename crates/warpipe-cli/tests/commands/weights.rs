@@ -187,7 +187,7 @@ fn names_of_stopped_processes_are_listed_as_such_beside_the_others() {
         [json!(["other", "none"]), json!(["w", "no answer"])]
     );
     let told = stage.world.run(&["weights", "ls"]).out;
-    assert!(told.contains("no answer: it may be stopped"), "{told}");
+    assert!(told.contains("no answer: stopped, or no keeper"), "{told}");
     stopped.signal(Signal::CONT);
     for serve in [stopped, other] {
         serve.signal(Signal::TERM);
