@@ -34,8 +34,8 @@ pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
         let told = told.map_or_else(String::new, |told| format!("\n    {told}"));
         let row = json!({
             "name": name,
-            // `offered`, `unchecked` (a keeper has taken it over), `no keeper`, `none`, or `no answer`
-            // (its process is stopped or slow, and may not be a keeper).
+            // `offered`, `unchecked` (a keeper has taken it over), `no keeper`, `none`, or
+            // `no answer` (its process is stopped or slow, and may not be a keeper).
             "state": state_of(weights).0,
             "version": version.map(|version| version.number),
             "tensors": version.map(|version| version.tensors),
