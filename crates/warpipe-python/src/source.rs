@@ -408,7 +408,9 @@ fn is_masked(found: &Bound<'_, PyAny>) -> PyResult<bool> {
     let Some(masks) = imported(found.py(), "numpy.ma")? else {
         return Ok(false);
     };
-    if !found.is_instance(&masks.getattr("MaskedArray")?)? {
+    // It has no such class yet while another thread is in the middle of importing it.
+    let class = masks.getattr("MaskedArray");
+    if !class.is_ok_and(|class| found.is_instance(&class).unwrap_or(false)) {
         return Ok(false);
     }
     masks.call_method1("is_masked", (found,))?.is_truthy()

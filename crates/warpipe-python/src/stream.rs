@@ -485,13 +485,13 @@ fn cupy_current<'py>(
     py: Python<'py>,
     device: &warpipe::Device,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let Some(cupy) = imported(py, "cupy")?.filter(|_| is_cuda(device)) else {
-        return Ok(None);
-    };
-    let Ok(cuda) = cupy.getattr("cuda") else {
-        return Ok(None);
-    };
-    cuda.call_method0("get_current_stream").map(Some)
+    let current = |cupy: Bound<'py, PyAny>| cupy.getattr("cuda")?.getattr("get_current_stream");
+    let cupy = imported(py, "cupy")?.filter(|_| is_cuda(device));
+    match cupy.map(current) {
+        Some(Ok(current)) => current.call0().map(Some),
+        // Also while another thread is in the middle of importing it.
+        _ => Ok(None),
+    }
 }
 
 /// All frameworks' current streams, and the legacy default one: the possible users of memory if no

@@ -31,9 +31,11 @@ pub struct Torch {
 
 static FOUND: Mutex<Option<Arc<Torch>>> = Mutex::new(None);
 
-/// The imported `torch`, if any.
+/// The imported `torch`, if any: whole.
 pub fn found(py: Python<'_>) -> PyResult<Option<Arc<Torch>>> {
-    let module = imported(py, "torch")?;
+    // Another thread may be in the middle of importing it: that function comes behind the others.
+    let is_whole = |module: &Bound<'_, PyAny>| module.hasattr(pyo3::intern!(py, "from_dlpack"));
+    let module = imported(py, "torch")?.filter(|module| is_whole(module).unwrap_or(false));
     module.map(|module| Torch::of(&module)).transpose()
 }
 
@@ -47,10 +49,8 @@ impl Torch {
         }
         let private = |name: &str| module.getattr("_C").ok()?.getattr(name).ok();
         let raw_stream = private("_cuda_getCurrentRawStream");
-        let of_capsule = match private("_from_dlpack") {
-            Some(of_capsule) => of_capsule,
-            None => module.getattr("from_dlpack")?,
-        };
+        let of_capsule =
+            private("_from_dlpack").map_or_else(|| module.getattr("from_dlpack"), Ok)?;
         let cuda = module.getattr("cuda").ok();
         let complete = cuda.is_some();
         let torch = Arc::new(Torch {

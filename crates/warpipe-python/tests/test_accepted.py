@@ -3,7 +3,8 @@
 import array
 import ctypes
 import mmap
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,3 +150,14 @@ def test_a_device_that_is_none_is_refused_with_what_is_taken(given):
 def test_a_gpu_that_is_not_there_is_told_by_its_number():
     with pytest.raises(warpipe.DeviceError, match="99|driver"):
         warpipe.Device(99)
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy", "numpy.ma"])
+def test_an_array_is_sent_while_another_thread_is_in_the_middle_of_an_import(monkeypatch, link, name):
+    begun = ModuleType(name)
+    begun.cuda = ModuleType(f"{name}.cuda")
+    monkeypatch.setitem(sys.modules, name, begun)
+    publisher, subscriber = link
+    publisher.send(np.arange(3))
+    with subscriber.receive() as frame:
+        assert frame.nbytes == 24

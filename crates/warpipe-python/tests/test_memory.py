@@ -152,6 +152,14 @@ def test_a_ticket_goes_as_text_file_and_pickle(allocate, domain, device, tmp_pat
         warpipe.Ticket.to("others", domain=domain).open(device=device)
 
 
+def test_memory_that_was_released_is_still_told_in_words(allocate, domain):
+    published = allocate(64).publish("memory", domain=domain)
+    with published.ticket().open(device=published.memory.device) as opened:
+        said = repr(opened)
+    assert repr(opened) == said and said.startswith("SharedMemory(uint8[64]")
+    published.close()
+
+
 def test_a_ticket_whose_owner_has_closed_is_expired(allocate, domain, device):
     published = allocate().publish("weights", domain=domain)
     ticket = published.ticket()

@@ -3,12 +3,14 @@ is public. Its own behaviour is in ``test_frameworks``; here a stand-in notes wh
 
 import ctypes
 import gc
+import importlib
 import sys
 import types
+from threading import Event, Thread
 
 import numpy as np
 import pytest
-from conftest import until
+from conftest import LIMIT_SECONDS, until
 
 import warpipe
 from warpipe import _warpipe
@@ -145,6 +147,33 @@ def test_private_functions_that_have_changed_are_replaced_by_the_public_ones(ins
     torch.forget()
     assert frame.torch().name == b"dltensor_versioned"
     assert torch.forget() == on(device, STREAM, PUBLIC)
+
+
+def test_a_thread_that_asks_it_while_another_one_imports_it_waits_for_the_whole(monkeypatch, tmp_path, frame):
+    meeting = types.ModuleType("meeting")
+    meeting.begun, meeting.asked, meeting.made, meeting.seconds = Event(), Event(), Torch(), LIMIT_SECONDS
+    monkeypatch.setitem(sys.modules, "meeting", meeting)
+    (tmp_path / "torch.py").write_text(
+        "import meeting\n"
+        "def __getattr__(name):\n"
+        "    meeting.asked.set()\n"
+        "    raise AttributeError(name)\n"
+        "meeting.begun.set()\n"
+        "meeting.asked.wait(meeting.seconds)\n"
+        "_C, cuda, from_dlpack = meeting.made._C, meeting.made.cuda, meeting.made.from_dlpack\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    # Another test may have imported the real one.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    del sys.modules["torch"]
+    importing = Thread(target=importlib.import_module, args=("torch",))
+    importing.start()
+    assert meeting.begun.wait(LIMIT_SECONDS)
+    try:
+        assert frame.torch().name == b"dltensor_versioned"
+    finally:
+        meeting.asked.set()
+        importing.join()
 
 
 def test_what_it_refuses_is_told_in_its_own_words(torch, frame):

@@ -112,6 +112,12 @@ pub(crate) fn is_dying_or_dead(pid: i32) -> bool {
         }
 }
 
+/// Whether the process with this number is stopped: none of its threads answers. False where that
+/// cannot be seen.
+pub(crate) fn is_stopped(pid: i32) -> bool {
+    is_proc_of(std::process::id() as i32) && Stat::of(pid).is_ok_and(|stat| stat.state == b'T')
+}
+
 /// Whether an error of a file in `/proc/PID` says that there is no such process.
 fn says_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))

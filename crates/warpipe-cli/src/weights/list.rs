@@ -31,9 +31,11 @@ pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
         let metadata: Option<Value> =
             version.and_then(|version| serde_json::from_str(&version.metadata).ok());
         let told = metadata.as_ref().and_then(told);
+        let told = told.map_or_else(String::new, |told| format!("\n    {told}"));
         let row = json!({
             "name": name,
-            // `offered`, `unchecked` (a keeper has taken it over), `no keeper`, or `none`.
+            // `offered`, `unchecked` (a keeper has taken it over), `no keeper`, `none`, or
+            // `no answer` (its process is stopped or slow, and may not be a keeper).
             "state": state_of(weights).0,
             "version": version.map(|version| version.number),
             "tensors": version.map(|version| version.tensors),
@@ -48,10 +50,7 @@ pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
             // By the publisher.
             "metadata": metadata,
         });
-        let text = || match &told {
-            Some(told) => format!("  {name:<width$}  {}\n    {told}", line(weights)),
-            None => format!("  {name:<width$}  {}", line(weights)),
-        };
+        let text = || format!("  {name:<width$}  {}{told}", line(weights));
         output.say(text, &row)?;
     }
     Ok(Exit::Done)
@@ -76,6 +75,7 @@ fn told(metadata: &Value) -> Option<String> {
 fn state_of(weights: &NamedWeights) -> (&'static str, Style) {
     match (&weights.keeper, &weights.version) {
         (None, _) => ("no keeper", Style::Yellow),
+        (_, None) if weights.is_silent => ("no answer", Style::Yellow),
         (_, None) => ("none", Style::Yellow),
         (_, Some(version)) if version.is_offered => ("offered", Style::Green),
         (_, Some(_)) => ("unchecked", Style::Yellow),
@@ -97,6 +97,7 @@ fn line(weights: &NamedWeights) -> String {
                 _ => parts.push(styled(Style::Yellow, "no hashes")),
             }
         }
+        None if weights.is_silent => parts.push("no answer: stopped, or no keeper".to_owned()),
         None => parts.push("no version".to_owned()),
     }
     parts.push(match &weights.keeper {

@@ -171,6 +171,30 @@ fn a_request_to_end_that_comes_twice_at_once_ends_a_keeper_in_order() {
     stage.assert_nothing_is_left();
 }
 
+#[test]
+fn names_of_stopped_processes_are_listed_as_such_beside_the_others() {
+    let stage = Stage::new();
+    let mut stopped = stage.serve(&[]);
+    stopped.wait_for("ready", 1);
+    let other = ["weights", "serve", "--name", "other", "--json"];
+    let mut other = stage.world.start(&other);
+    other.wait_for("waiting", 1);
+    stopped.stop();
+    let rows = stage.ls();
+    let states = rows.iter().map(|row| json!([row["name"], row["state"]]));
+    assert_eq!(
+        states.collect::<Vec<_>>(),
+        [json!(["other", "none"]), json!(["w", "no answer"])]
+    );
+    let told = stage.world.run(&["weights", "ls"]).out;
+    assert!(told.contains("no answer: stopped, or no keeper"), "{told}");
+    stopped.signal(Signal::CONT);
+    for serve in [stopped, other] {
+        serve.signal(Signal::TERM);
+        serve.end();
+    }
+}
+
 /// `serve` that says everything there, as a child.
 fn serve_into(stage: &Stage, arguments: &[&str], output: impl Fn() -> Stdio) -> ChildProcess {
     let mut serve = stage

@@ -12,12 +12,14 @@ def _repr(*fields: str) -> Any:
     """By name, layout and device, as far as the object has them, and by these attributes."""
 
     def told(self: Any) -> str:
-        name = next((found for one in ("name", "queue", "service", "_name") if (found := getattr(self, one, None))), None)
-        words = [] if name is None else [f'"{name}"']
         if isinstance(self, _warpipe._Tensor):
+            # Not its name, which opened memory has no more once it is released.
             words = [self._layout, self.device.name]
-        elif isinstance(device := getattr(self, "device", None), _warpipe.Device):
-            words.append(device.name)
+        else:
+            names = (getattr(self, one, None) for one in ("name", "queue", "service", "_name"))
+            words = [f'"{name}"' for name in names if name][:1]
+            if isinstance(device := getattr(self, "device", None), _warpipe.Device):
+                words.append(device.name)
         words += [f"{field}={getattr(self, field)!r}" for field in fields]
         return f"{type(self).__name__}({', '.join(words)})"
 

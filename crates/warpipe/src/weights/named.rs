@@ -15,9 +15,10 @@ use super::manifest::Hashing;
 use super::takeover::{ask_all, describe};
 use super::{WEIGHTS_NAME_BYTES_MAX, weights_name};
 use crate::device_types::DeviceId;
-use crate::error::{Error, Holder, Result};
+use crate::error::{Error, HandshakeFault, Holder, Result};
 use crate::ipc::domain::{Author, Domain, EndpointName};
 use crate::mutex::LockUnpoisoned;
+use crate::origin::is_stopped;
 
 /// From when on no further process is asked.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -35,6 +36,9 @@ pub struct NamedWeights {
     pub version: Option<NamedVersion>,
     /// How many processes hold a version, of any number. The keeper is not counted.
     pub holders: usize,
+    /// Whether a process that may know the version did not answer: it is stopped, or very slow.
+    /// Without holders the name may then be that of another endpoint.
+    pub is_silent: bool,
 }
 
 /// A version of [`NamedWeights`].
@@ -77,7 +81,8 @@ impl NamedVersion {
 
 impl NamedWeights {
     /// All weights of a domain of this user, sorted by name, or those of one name alone. Processes
-    /// are asked at the same time: stopped ones delay it by 5 s, and many of them by 10 s at most.
+    /// are asked at the same time. Stopped ones are not; others that do not answer delay it by 5 s,
+    /// and many of them by 10 s at most.
     ///
     /// # Errors
     /// [`Error::Name`]; [`Error::Os`] when the domain's directory cannot be read.
@@ -191,6 +196,7 @@ impl Survey<'_> {
             keeper: None,
             version: None,
             holders: candidate.processes.len(),
+            is_silent: false,
         };
         let found = candidates.iter().map(|it| Some(weights(it))).collect();
         let survey = Survey {
@@ -213,31 +219,35 @@ impl Survey<'_> {
         vec![]
     }
 
-    fn is_late(&self) -> bool {
-        self.since.elapsed() >= LIST_TIMEOUT
+    /// Whether a process is not to be waited for.
+    fn is_passed_over(&self, endpoint: &EndpointName) -> bool {
+        let pid = || self.domain.holder(endpoint)?.pid;
+        self.since.elapsed() >= LIST_TIMEOUT || pid().is_some_and(is_stopped)
     }
 
     fn ask_keeper(&self, index: usize) -> Vec<Question> {
         let candidate = &self.candidates[index];
-        let version = match self.is_late() {
+        let version = match self.is_passed_over(&candidate.name) {
             true => Err(Error::timeout("the answer of a keeper", LIST_TIMEOUT)),
             false => candidate.keeper_version(self.domain),
         };
+        let is_silent = version.as_ref().is_err_and(is_silence);
         let version = match version {
             Ok(version) => version,
+            Err(_) if is_silent => None,
             // The name alone does not say that it keeps weights.
             Err(_) if candidate.holders.is_empty() => {
                 self.found.locked()[index] = None;
                 return vec![];
             }
-            // It is stopped, or ends.
-            Err(Error::Handshake { .. } | Error::Timeout { .. } | Error::PeerGone { .. }) => None,
+            // It ends.
+            Err(Error::Handshake { .. } | Error::PeerGone { .. }) => None,
             // The name is another endpoint's.
             Err(_) => return candidate.questions(index),
         };
         let keeper = self.domain.holder(&candidate.name);
         if let Some(weights) = &mut self.found.locked()[index] {
-            (weights.keeper, weights.version) = (keeper, version);
+            (weights.keeper, weights.version, weights.is_silent) = (keeper, version, is_silent);
         }
         vec![]
     }
@@ -248,10 +258,15 @@ impl Survey<'_> {
             let known = weights.version.as_ref().map_or(0, |version| version.number);
             number > known
         };
-        if self.is_late() || !self.found.locked()[index].as_ref().is_some_and(is_newer) {
+        if !self.found.locked()[index].as_ref().is_some_and(is_newer) {
             return;
         }
-        let Ok(found) = describe(self.domain, holder) else {
+        let found = (!self.is_passed_over(holder)).then(|| describe(self.domain, holder));
+        let Some(Ok(found)) = found else {
+            let is_silent = found.is_none_or(|found| found.is_err_and(|error| is_silence(&error)));
+            if let Some(weights) = &mut self.found.locked()[index] {
+                weights.is_silent |= is_silent;
+            }
             return;
         };
         let version = NamedVersion::of(&found, false);
@@ -263,6 +278,17 @@ impl Survey<'_> {
             weights.version = Some(version);
         }
     }
+}
+
+fn is_silence(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::Timeout { .. }
+            | Error::Handshake {
+                fault: HandshakeFault::Silent(_),
+                ..
+            }
+    )
 }
 
 /// The names of other endpoints may be longer.

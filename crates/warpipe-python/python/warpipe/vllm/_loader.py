@@ -183,7 +183,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
             with self._meta:
                 # Left by ``load_weights``: what vLLM's processing makes is real.
                 self._meta.enter_context(weights.on_meta(least=_SMALL))
-                model = super().load_model(vllm_config, model_config, prefix)
+                model: nn.Module = super().load_model(vllm_config, model_config, prefix)
             self._took.end("processing")
             gift = getattr(model, _GIFT)
             delattr(model, _GIFT)
@@ -439,8 +439,8 @@ class _Gift:
         for prefix, module in self._modules:
             for key, buffer in module._buffers.items():
                 name = _BUFFER + (f"{prefix}.{key}" if prefix else key)
-                tensor = None if buffer is None else self._tensors.get(name)
-                if tensor is None or id(buffer) in done:
+                tensor = self._tensors.get(name)
+                if buffer is None or tensor is None or id(buffer) in done:
                     continue
                 if buffer.is_meta:
                     module._buffers[key] = tensor.clone()
