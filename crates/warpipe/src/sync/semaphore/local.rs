@@ -209,9 +209,10 @@ impl LocalSemaphore {
     pub(super) fn connect_signallers(self: &Arc<Self>, permit: u32, wait: &Wait<'_>) -> Result<()> {
         let what = || format!("a member of {:?} to share its signals", self.name());
         let is_connected = || {
-            let is_connected = self.is_connected_to_signallers(permit);
+            let strangers = self.unconnected_signallers(permit);
+            let is_connected = strangers.is_empty();
             if !is_connected {
-                self.start_connecting(permit)?;
+                self.start_connecting(strangers)?;
             }
             Ok(is_connected)
         };
@@ -229,22 +230,21 @@ impl LocalSemaphore {
         ConnectingThread(self.clone())
     }
 
-    /// Whether this process's streams can wait for all members that are to signal this permit.
-    pub(super) fn is_connected_to_signallers(&self, permit: u32) -> bool {
-        self.shared_page
-            .word(permit)
-            .reached(self.shared_page.due(permit))
-            || self
-                .shared_page
-                .in_flight(permit)
-                .all(|(_, member)| self.is_connected_to(member))
+    /// The members that are to signal this permit, and that this process's streams cannot wait for
+    /// yet.
+    pub(super) fn unconnected_signallers(&self, permit: u32) -> Vec<u32> {
+        let signallers = self.shared_page.in_flight(permit);
+        let signallers = signallers.map(|(_, member)| member);
+        signallers.filter(|&it| !self.is_connected_to(it)).collect()
     }
 
-    /// Starts to connect to them on a thread of its own, one at a time: they may be stopped.
+    /// Starts to connect to members on a thread of its own, one at a time: they may be stopped. Also
+    /// to one that owes no signal any more when the thread begins, or each hand-over would start
+    /// another thread.
     ///
     /// # Errors
     /// Why the last member could not be connected: reported once.
-    pub(super) fn start_connecting(self: &Arc<Self>, permit: u32) -> Result<()> {
+    pub(super) fn start_connecting(self: &Arc<Self>, members: Vec<u32>) -> Result<()> {
         let mut connecting = self.connecting.locked();
         if let Some(error) = connecting.error.take() {
             return Err(error);
@@ -255,16 +255,16 @@ impl LocalSemaphore {
         drop(connecting);
         let thread = ConnectingThread(self.clone());
         let connect = move || {
-            let result = thread.0.connect_all(permit);
+            let result = thread.0.connect_all(&members);
             thread.0.connecting.locked().error = result.err();
         };
         Thread::start("warpipe-connect", connect).map(drop)
     }
 
-    /// Connects to the members that are to signal this permit; gives up one that does not answer.
-    fn connect_all(&self, permit: u32) -> Result<()> {
+    /// Connects to members; gives up one that does not answer.
+    fn connect_all(&self, members: &[u32]) -> Result<()> {
         let mut clock = Stopwatch::default();
-        for (_, member) in self.shared_page.in_flight(permit) {
+        for &member in members {
             let mut is_settled = self.is_connected_to(member);
             while !is_settled && clock.elapsed() < REPLY_TIMEOUT {
                 is_settled = match self.connect(member) {
@@ -278,7 +278,7 @@ impl LocalSemaphore {
 
     /// Whether this process's streams can wait for the member's and it learns of the member's
     /// death, or the member has ended.
-    fn is_connected_to(&self, member: u32) -> bool {
+    pub(super) fn is_connected_to(&self, member: u32) -> bool {
         self.monitor.watches(member) && self.signals.is_connected(member)
             || self.monitor.is_dead(member)
     }

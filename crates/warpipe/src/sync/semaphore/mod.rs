@@ -242,21 +242,22 @@ impl Semaphore {
 
     fn acquire_now(&self, stream: &Stream) -> Result<Option<Permit>> {
         let local = &self.local;
-        let may =
-            |permit| local.has_room_for_work(permit) && local.is_connected_to_signallers(permit);
+        let may = |permit| {
+            local.has_room_for_work(permit) && local.unconnected_signallers(permit).is_empty()
+        };
         let known = self.try_take_of(may)?;
         // Otherwise any permit: this process then connects to its signallers.
         let Some(permit) = known.map_or_else(|| self.try_take(), |permit| Ok(Some(permit)))? else {
             return Ok(None);
         };
-        if !self.local.has_room_for_work(permit.index) {
+        if !local.has_room_for_work(permit.index) {
             return Ok(None);
         }
-        if !self.local.is_connected_to_signallers(permit.index) {
-            let index = permit.index;
+        let strangers = local.unconnected_signallers(permit.index);
+        if !strangers.is_empty() {
             // Handed on first: other members may be connected to them.
             drop(permit);
-            return self.local.start_connecting(index).map(|()| None);
+            return local.start_connecting(strangers).map(|()| None);
         }
         self.join(permit, stream, &REPLY_TIMEOUT.into()).map(Some)
     }

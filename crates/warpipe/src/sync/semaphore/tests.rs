@@ -84,6 +84,30 @@ fn a_try_does_not_wait_to_connect_to_the_last_holder_and_holds_no_permit_meanwhi
 }
 
 #[test]
+fn a_member_is_connected_to_although_its_work_ends_before_the_thread_that_connects_begins() {
+    let (stage, device) = (Stage::new("gone-ahead"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let ((go, held), busy) = (mpsc::channel::<()>(), device.stream().unwrap());
+    busy.call(move || assert!(held.recv().is_err())).unwrap();
+    member.acquire(&busy, WAIT).unwrap().release(&busy).unwrap();
+    let local = &creator.local;
+    let strangers = local.unconnected_signallers(0);
+    assert_eq!(strangers, [member.local.member]);
+    drop(go);
+    busy.synchronize(WAIT).unwrap();
+    assert!(
+        local.unconnected_signallers(0).is_empty(),
+        "nothing is owed"
+    );
+    local.start_connecting(strangers).unwrap();
+    let start = Instant::now();
+    while !local.is_connected_to(member.local.member) {
+        assert!(start.elapsed() < WAIT, "connected to");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
 fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_unknown() {
     let (stage, device) = (Stage::new("beside"), Device::host());
     let (creator, member) = stage.both(&device, 2);
