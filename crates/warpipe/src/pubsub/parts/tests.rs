@@ -190,7 +190,12 @@ fn parts_in_place_lie_beside_those_in_the_slot_and_keep_their_owners() {
     }
     assert_eq!(std::sync::Arc::strong_count(&owner), 3);
     sample.finish(SOON).unwrap();
-    assert_eq!(publisher.stats().unwrap().in_place, 0);
+    let start = std::time::Instant::now();
+    // The library's own threads may be dropping them.
+    while publisher.stats().unwrap().in_place > 0 {
+        assert!(start.elapsed() < SOON, "the owners are dropped");
+        std::thread::yield_now();
+    }
     assert_eq!(std::sync::Arc::strong_count(&owner), 1);
     let mut single = publisher.loan(&plain(&[4])).unwrap();
     let refused = single
