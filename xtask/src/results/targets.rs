@@ -35,10 +35,23 @@ struct Gap {
 
 const GAPS: &[Gap] = &[
     Gap {
-        figures: figures("handoff", "kernel -> kernel"),
-        what: "A round trip, kernel to kernel, under MPS",
+        figures: figures("pipeline", "per item"),
+        what: "An item of a stream, under MPS and across two GPUs",
         beside: "bare driver calls",
-        remark: "Time-sliced the target is met.",
+        remark: "Signal and wait are two calls of the driver, where the floor needs one \
+                 ([decisions](docs/design/decisions.md#order)).",
+    },
+    Gap {
+        figures: figures("handoff", "copy to host, two devices"),
+        what: "A round trip that the host of another GPU reads",
+        beside: "bare driver calls",
+        remark: "With a kernel as reader the target is met.",
+    },
+    Gap {
+        figures: figures("fanout", "per item, kernels"),
+        what: "An item for 4 or 8 subscribers, time-sliced",
+        beside: "bare driver calls",
+        remark: "Under MPS the target is met.",
     },
     Gap {
         figures: figures("send", "CPU beside the driver's calls"),
@@ -59,6 +72,12 @@ const GAPS: &[Gap] = &[
         remark: "Time-sliced the target is met.",
     },
     Gap {
+        figures: figures("torch_queue", "beside PyTorch's"),
+        what: "PyTorch's own queues, with `warpipe.torch.install()`",
+        beside: "without it",
+        remark: "[The guide](docs/guide/pytorch.md) says what it gives for that.",
+    },
+    Gap {
         figures: figures("weights", "load of the files, the device open"),
         what: "The load of a model's files",
         beside: "one copy of the bytes from page-locked memory, which reads no file",
@@ -75,42 +94,6 @@ const GAPS: &[Gap] = &[
         what: "Tensors of a GPU through two bridges",
         beside: "Zenoh with host memory",
         remark: "4 KiB behind each other lose most; on the host the target is met.",
-    },
-    Gap {
-        figures: figures("bridge", "1 KiB one way"),
-        what: "A message of a GPU through two bridges, under MPS",
-        beside: "Zenoh with host memory",
-        remark: "",
-    },
-    Gap {
-        figures: figures("host path", "beside iceoryx2"),
-        what: "A message on the host, to one subscriber that polls",
-        beside: "iceoryx2",
-        remark: "With a receiver that sleeps, or more subscribers, the target is met.",
-    },
-    Gap {
-        figures: figures("host path", "beside a bare ring"),
-        what: "The same",
-        beside: "a ring in shared memory without checks",
-        remark: "",
-    },
-    Gap {
-        figures: figures("growth", "publishing a tensor"),
-        what: "Publishing a tensor of a version with 222,747 or 494,592",
-        beside: "one of 22,274",
-        remark: "Opening one costs the same in each.",
-    },
-    Gap {
-        figures: figures("growth", "making a name"),
-        what: "Making a name in a domain of 1,000 or 10,000",
-        beside: "one of 100",
-        remark: "Each owner locks a byte of the domain's directory, and the kernel goes through all locks of a file.",
-    },
-    Gap {
-        figures: figures("growth", "opening a name"),
-        what: "Opening a name in a domain of 1,000 or 10,000",
-        beside: "one of 100",
-        remark: "",
     },
 ];
 
