@@ -360,7 +360,10 @@ impl Process {
     ) -> Result<Registration> {
         let watch = self.reactor.register(Watch::Trigger, target, tag)?;
         let mut state = self.state.locked();
-        state.listeners.retain(|&(_, id)| self.reactor.has(id));
+        // Not each time: a process may have thousands of endpoints here.
+        if state.listeners.len() == state.listeners.capacity() {
+            state.listeners.retain(|&(_, id)| self.reactor.has(id));
+        }
         state.listeners.push((evidence, watch.id()));
         drop(state);
         self.update();
@@ -535,5 +538,27 @@ mod tests {
             .expect("it is suspect")
             .freeze(2 * LONG);
         assert!(!process.shows(DeathEvidence::Orphaned(LONG)));
+    }
+
+    #[test]
+    fn those_that_no_longer_watch_a_process_are_not_kept() {
+        struct Nobody;
+        impl EventSource for Nobody {
+            fn on_ready(&self, _: u64) -> Next {
+                Next::Stop
+            }
+        }
+        let [(end, _lives), (alarm, _too)] = [(); 2].map(|()| rustix::pipe::pipe().unwrap());
+        let pidfd =
+            rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
+        let process = Process::of_parts([pidfd, end, alarm]);
+        let nobody: Arc<dyn EventSource> = Arc::new(Nobody);
+        let watch = || process.watch(DeathEvidence::Proven, &Arc::downgrade(&nobody), 0);
+        let _kept = [watch().unwrap(), watch().unwrap()];
+        for _ in 0..1_000 {
+            drop(watch().unwrap());
+        }
+        let listeners = process.state.locked().listeners.len();
+        assert!((2..=8).contains(&listeners), "{listeners}");
     }
 }
