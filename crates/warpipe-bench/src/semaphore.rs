@@ -26,8 +26,8 @@ const NAME: &str = "bench/semaphore";
 /// An uncontended pair, in nanoseconds: pure atomics, and no system call.
 const PAIR_NS_MAX: f64 = 1_000.0;
 
-/// Under MPS, where the kernels that spin have the GPU at the same time. A thread that each turn
-/// starts, or a sleep, takes more.
+/// Under MPS, where both kernels that spin run at the same time. A hand-over that starts a thread
+/// or sleeps takes longer.
 const TIMES_A_SPIN: f64 = 4.0;
 
 /// How long a kernel spins for its turn: nothing hangs when it does not come.

@@ -31,12 +31,10 @@ pub struct Torch {
 
 static FOUND: Mutex<Option<Arc<Torch>>> = Mutex::new(None);
 
-/// The imported `torch`, if any: whole.
+/// The imported `torch`, if any. None while another thread is in the middle of importing it: it
+/// lacks functions then.
 pub fn found(py: Python<'_>) -> PyResult<Option<Arc<Torch>>> {
-    // Another thread may be in the middle of importing it: that function comes behind the others.
-    let is_whole = |module: &Bound<'_, PyAny>| module.hasattr(pyo3::intern!(py, "from_dlpack"));
-    let module = imported(py, "torch")?.filter(|module| is_whole(module).unwrap_or(false));
-    module.map(|module| Torch::of(&module)).transpose()
+    Ok(imported(py, "torch")?.and_then(|module| Torch::of(&module).ok()))
 }
 
 impl Torch {
@@ -49,8 +47,9 @@ impl Torch {
         }
         let private = |name: &str| module.getattr("_C").ok()?.getattr(name).ok();
         let raw_stream = private("_cuda_getCurrentRawStream");
-        let of_capsule =
-            private("_from_dlpack").map_or_else(|| module.getattr("from_dlpack"), Ok)?;
+        // Defined behind all others that are used here.
+        let from_dlpack = module.getattr("from_dlpack")?;
+        let of_capsule = private("_from_dlpack").unwrap_or(from_dlpack);
         let cuda = module.getattr("cuda").ok();
         let complete = cuda.is_some();
         let torch = Arc::new(Torch {

@@ -56,8 +56,13 @@ impl<'a> Wait<'a> {
     /// A wait of at most this long from now on; [`Duration::MAX`] has no end.
     pub(crate) fn at_most(limit: Duration) -> Wait<'a> {
         let wait = Wait::from(limit);
-        wait.time_left();
+        wait.begin();
         wait
+    }
+
+    /// Counts from now on, unless it does so already.
+    fn begin(&self) {
+        self.time_left();
     }
 
     /// This wait, which also ends when `cancelled` returns true, with the same result as the end of
@@ -65,7 +70,7 @@ impl<'a> Wait<'a> {
     /// that polls. Once it has returned true, it is to go on so, and nothing is taken from a ring
     /// or a queue. No lock is held while it runs.
     pub fn unless(self, cancelled: &'a dyn Fn() -> bool) -> Wait<'a> {
-        self.time_left();
+        self.begin();
         Wait {
             cancelled: Some(cancelled),
             ..self
@@ -255,7 +260,7 @@ impl From<Duration> for Wait<'_> {
 impl Clone for Wait<'_> {
     /// The time that is left is left for both.
     fn clone(&self) -> Self {
-        self.time_left();
+        self.begin();
         Wait {
             began: self.began.clone(),
             next_look: self.next_look.clone(),

@@ -218,7 +218,7 @@ pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
         let said = format!("Not measured at this commit: {}.", missing.join("; "));
         let _ = writeln!(text, "\n{}", wrapped(&said));
     }
-    python(&mut text, reports);
+    python(&mut text, reports, &modes);
     reports
         .engines
         .iter()
@@ -305,7 +305,7 @@ fn engines(text: &mut String, report: &Engines) {
 }
 
 /// Round trips from Python, each beside the fastest way of PyTorch's own.
-fn python(text: &mut String, reports: &Reports) {
+fn python(text: &mut String, reports: &Reports, modes: &[&str]) {
     const ROWS: [(&str, &str, u64); 4] = [
         ("1 MiB in a slot", "ours", 1 << 20),
         ("1 GiB in a slot", "ours", 1 << 30),
@@ -316,8 +316,7 @@ fn python(text: &mut String, reports: &Reports) {
         return;
     }
     *text += "\n## Round trips from Python, beside `torch.multiprocessing`\n\n";
-    let modes = measured_modes(&rows(reports));
-    text.push_str(&head_of(" a tensor ", &modes));
+    text.push_str(&head_of(" a tensor ", modes));
     for (name, role, bytes) in ROWS {
         let cell = |mode: &&str| python_cell(reports, role, bytes, mode).unwrap_or_default();
         let cells: Vec<String> = modes.iter().map(cell).collect();

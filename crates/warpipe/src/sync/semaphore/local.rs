@@ -209,10 +209,10 @@ impl LocalSemaphore {
     pub(super) fn connect_signallers(self: &Arc<Self>, permit: u32, wait: &Wait<'_>) -> Result<()> {
         let what = || format!("a member of {:?} to share its signals", self.name());
         let is_connected = || {
-            let strangers = self.unconnected_signallers(permit);
-            let is_connected = strangers.is_empty();
+            let unconnected = self.unconnected_signallers(permit);
+            let is_connected = unconnected.is_empty();
             if !is_connected {
-                self.start_connecting(strangers)?;
+                self.start_connecting(unconnected)?;
             }
             Ok(is_connected)
         };
@@ -238,9 +238,8 @@ impl LocalSemaphore {
         signallers.filter(|&it| !self.is_connected_to(it)).collect()
     }
 
-    /// Starts to connect to members on a thread of its own, one at a time: they may be stopped. Also
-    /// to one that owes no signal any more when the thread begins, or each hand-over would start
-    /// another thread.
+    /// Starts to connect to members on a thread of its own, one at a time: they may be stopped. One
+    /// that owes no signal any more is connected to, too: else each hand-over would start a thread.
     ///
     /// # Errors
     /// Why the last member could not be connected: reported once.

@@ -253,11 +253,11 @@ impl Semaphore {
         if !local.has_room_for_work(permit.index) {
             return Ok(None);
         }
-        let strangers = local.unconnected_signallers(permit.index);
-        if !strangers.is_empty() {
+        let unconnected = local.unconnected_signallers(permit.index);
+        if !unconnected.is_empty() {
             // Handed on first: other members may be connected to them.
             drop(permit);
-            return local.start_connecting(strangers).map(|()| None);
+            return local.start_connecting(unconnected).map(|()| None);
         }
         self.join(permit, stream, &REPLY_TIMEOUT.into()).map(Some)
     }

@@ -91,15 +91,15 @@ fn a_member_is_connected_to_although_its_work_ends_before_the_thread_that_connec
     busy.call(move || assert!(held.recv().is_err())).unwrap();
     member.acquire(&busy, WAIT).unwrap().release(&busy).unwrap();
     let local = &creator.local;
-    let strangers = local.unconnected_signallers(0);
-    assert_eq!(strangers, [member.local.member]);
+    let unconnected = local.unconnected_signallers(0);
+    assert_eq!(unconnected, [member.local.member]);
     drop(go);
     busy.synchronize(WAIT).unwrap();
     assert!(
         local.unconnected_signallers(0).is_empty(),
         "nothing is owed"
     );
-    local.start_connecting(strangers).unwrap();
+    local.start_connecting(unconnected).unwrap();
     let start = Instant::now();
     while !local.is_connected_to(member.local.member) {
         assert!(start.elapsed() < WAIT, "connected to");
