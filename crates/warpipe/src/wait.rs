@@ -42,11 +42,11 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), Error>(())
 /// ```
+#[derive(Clone)]
 pub struct Wait<'a> {
     limit: Duration,
-    /// When the time that is left was first asked for: most calls find at once what they are for,
-    /// and read no clock.
-    began: Cell<Option<Instant>>,
+    /// `None` beyond the range of the clock, and where the limit is zero.
+    deadline: Option<Instant>,
     cancelled: Option<&'a dyn Fn() -> bool>,
     /// When `cancelled` is due to be called. `None`: at once.
     next_look: Cell<Option<Instant>>,
@@ -55,14 +55,16 @@ pub struct Wait<'a> {
 impl<'a> Wait<'a> {
     /// A wait of at most this long from now on; [`Duration::MAX`] has no end.
     pub(crate) fn at_most(limit: Duration) -> Wait<'a> {
-        let wait = Wait::from(limit);
-        wait.begin();
-        wait
-    }
-
-    /// Counts from now on, unless it does so already.
-    fn begin(&self) {
-        self.time_left();
+        let deadline = match limit.is_zero() {
+            true => None,
+            false => Instant::now().checked_add(limit),
+        };
+        Wait {
+            limit,
+            deadline,
+            cancelled: None,
+            next_look: Cell::new(None),
+        }
     }
 
     /// This wait, which also ends when `cancelled` returns true, with the same result as the end of
@@ -70,7 +72,6 @@ impl<'a> Wait<'a> {
     /// that polls. Once it has returned true, it is to go on so, and nothing is taken from a ring
     /// or a queue. No lock is held while it runs.
     pub fn unless(self, cancelled: &'a dyn Fn() -> bool) -> Wait<'a> {
-        self.begin();
         Wait {
             cancelled: Some(cancelled),
             ..self
@@ -98,21 +99,19 @@ impl<'a> Wait<'a> {
 
     /// The time that is left, without a look whether the wait is cancelled.
     pub(crate) fn time_left(&self) -> Duration {
-        if matches!(self.limit, Duration::ZERO | Duration::MAX) {
-            return self.limit;
+        match self.deadline {
+            Some(deadline) => deadline.saturating_duration_since(Instant::now()),
+            None => self.limit,
         }
-        let now = Instant::now();
-        let began = self.began.get().unwrap_or(now);
-        self.began.set(Some(began));
-        self.limit.saturating_sub(now - began)
     }
 
     /// A wait of this limit that has passed.
     #[cfg(test)]
     pub(crate) fn passed(limit: Duration) -> Wait<'a> {
-        let wait = Wait::from(limit);
-        wait.began.set(Instant::now().checked_sub(limit));
-        wait
+        Wait {
+            deadline: Some(Instant::now()),
+            ..Wait::at_most(limit)
+        }
     }
 
     pub(crate) fn is_cancellable(&self) -> bool {
@@ -248,28 +247,11 @@ impl<'a> From<&Wait<'a>> for Wait<'a> {
 
 impl From<Duration> for Wait<'_> {
     fn from(limit: Duration) -> Self {
-        Wait {
-            limit,
-            began: Cell::new(None),
-            cancelled: None,
-            next_look: Cell::new(None),
-        }
+        Wait::at_most(limit)
     }
 }
 
-impl Clone for Wait<'_> {
-    /// The time that is left is left for both.
-    fn clone(&self) -> Self {
-        self.begin();
-        Wait {
-            began: self.began.clone(),
-            next_look: self.next_look.clone(),
-            ..*self
-        }
-    }
-}
-
-opaque_debug!(Wait<'_> { limit, began });
+opaque_debug!(Wait<'_> { limit, deadline });
 
 #[cfg(test)]
 mod tests {
@@ -291,16 +273,6 @@ mod tests {
         assert!(!wait.no_longer_than(SLICE).is_over() && asked.get() == 2);
         wait.next_look.set(Some(Instant::now()));
         assert!(!wait.is_over() && asked.get() == 3);
-    }
-
-    #[test]
-    fn waits_made_of_one_end_when_it_does() {
-        let wait = Wait::from(Duration::from_secs(600));
-        let [one, other] = [wait.clone(), Wait::from(&wait)];
-        assert!(wait.began.get().is_some());
-        assert_eq!([one.began.get(), other.began.get()], [wait.began.get(); 2]);
-        let cancellable = wait.unless(&|| false);
-        assert_eq!(cancellable.began.get(), one.began.get());
     }
 
     #[test]
