@@ -170,6 +170,50 @@ fn connecting_to_a_member_waits_for_another_thread_that_does_no_longer_than_its_
 }
 
 #[test]
+fn an_acquire_is_held_up_by_a_member_that_does_not_answer_only_until_its_work_is_done() {
+    let (stage, device) = (Stage::new("done"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let (go, wait) = mpsc::channel::<()>();
+    first.call(move || assert!(wait.recv().is_err())).unwrap();
+    let permit = creator.acquire(&first, PATIENCE).unwrap();
+    permit.release(&first).unwrap();
+    let connecting = member.local.block_connecting();
+    let start = Instant::now();
+    let acquiring = std::thread::spawn(move || member.acquire(&second, PATIENCE).map(drop));
+    eventually("it has the permit", || creator.state().available == 0);
+    drop(go);
+    acquiring.join().unwrap().unwrap();
+    assert!(start.elapsed() < PATIENCE / 2, "nothing is owed");
+    drop(connecting);
+}
+
+#[test]
+fn a_member_that_does_not_answer_and_owes_nothing_any_more_is_given_up_soon() {
+    let test = "a_member_that_does_not_answer_and_owes_nothing_any_more_is_given_up_soon";
+    crate::hostile::alone(module_path!(), test, || {
+        let (stage, device) = (Stage::new("given-up"), Device::host());
+        let (creator, member) = stage.both(&device, 1);
+        let ((go, wait), stream) = (mpsc::channel::<()>(), device.stream().unwrap());
+        stream.call(move || assert!(wait.recv().is_err())).unwrap();
+        let permit = member.acquire(&stream, PATIENCE).unwrap();
+        permit.release(&stream).unwrap();
+        // The thread that would answer.
+        let (resume, stopped) = mpsc::channel::<()>();
+        let stop = Box::new(move || assert!(stopped.recv().is_err()));
+        creator.local.signals.reactor.run_on_control_thread(stop);
+        let unconnected = creator.local.unconnected_signallers(0);
+        assert_eq!(unconnected, [member.local.member]);
+        let start = Instant::now();
+        creator.local.start_connecting(unconnected).unwrap();
+        drop(go);
+        eventually("the thread ends", || Arc::strong_count(&creator.local) == 1);
+        assert!(start.elapsed() < REPLY_TIMEOUT / 2, "{:?}", start.elapsed());
+        drop(resume);
+    });
+}
+
+#[test]
 fn members_are_connected_to_in_the_background_after_an_attempt_that_panicked() {
     let (stage, device) = (Stage::new("panicked"), Device::host());
     let (creator, _member) = stage.both(&device, 1);

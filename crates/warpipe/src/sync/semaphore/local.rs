@@ -4,7 +4,7 @@
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::SPINS;
 use super::member_monitor::MemberMonitor;
@@ -13,7 +13,6 @@ use super::server::{Introduction, MemberPresence, SemaphoreRequest, SemaphoreSer
 use super::signals::{MemberSignals, wait_until};
 use crate::backend::StreamOp;
 use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result, StateFault};
 use crate::fork::CloseOnForkFd;
@@ -27,8 +26,12 @@ use crate::shm::page::UnsealedPage;
 use crate::stream::Stream;
 use crate::wait::Wait;
 
-/// The pause before the creator is asked again to tell a member that did not read its messages.
+/// The pause before the creator is asked again to tell a member that did not read its messages, and
+/// between the looks whether a member that does not answer still owes a signal.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+
+/// How long a member that owes no signal any more is waited for: it may be stopped.
+const SETTLED_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The role of this process for the semaphore.
 #[derive(Debug)]
@@ -218,7 +221,7 @@ impl LocalSemaphore {
         };
         let is_running = |connecting: &mut Connecting| connecting.is_running;
         wait.until(what, is_connected, |slice| {
-            let connecting = self.connecting.locked();
+            let (connecting, slice) = (self.connecting.locked(), slice.min(RETRY_INTERVAL));
             drop((self.connected).wait_timeout_while(connecting, slice, is_running));
         })
     }
@@ -262,11 +265,16 @@ impl LocalSemaphore {
 
     /// Connects to members; gives up one that does not answer.
     fn connect_all(&self, members: &[u32]) -> Result<()> {
-        let mut clock = Stopwatch::default();
+        let start = Instant::now();
         for &member in members {
+            let is_late = || {
+                let elapsed = start.elapsed();
+                elapsed >= REPLY_TIMEOUT
+                    || elapsed >= SETTLED_TIMEOUT && !self.shared_page.owes_signal(member)
+            };
             let mut is_settled = self.is_connected_to(member);
-            while !is_settled && clock.elapsed() < REPLY_TIMEOUT {
-                is_settled = match self.connect(member) {
+            while !is_settled && !is_late() {
+                is_settled = match self.connect(member, &is_late) {
                     Err(Error::Timeout { .. }) => false,
                     settled => settled?,
                 };
@@ -284,7 +292,7 @@ impl LocalSemaphore {
 
     /// One attempt to connect to a member. True once it is connected to, or has ended; false if it
     /// has not answered in time, or the creator cannot tell it.
-    fn connect(&self, member: u32) -> Result<bool> {
+    fn connect(&self, member: u32, is_late: &dyn Fn() -> bool) -> Result<bool> {
         let draft = self.signals.draft()?;
         // First: from here on the member's end ends this attempt.
         self.monitor.expect_member(member);
@@ -297,11 +305,11 @@ impl LocalSemaphore {
         if let Some(process) = process {
             self.monitor.watch_member(member, process, self.name())?;
         }
-        let has_ended = || self.is_over() || self.monitor.has_ended(member);
+        let is_over = || self.is_over() || self.monitor.has_ended(member) || is_late();
         let is_connected = if is_told {
-            (self.signals).connect(member, draft, REPLY_TIMEOUT, &has_ended)?
+            (self.signals).connect(member, draft, REPLY_TIMEOUT, &is_over)?
         } else {
-            wait_until(RETRY_INTERVAL, &has_ended);
+            wait_until(RETRY_INTERVAL, &is_over);
             false
         };
         self.check_open()?;
