@@ -188,11 +188,11 @@ fn an_acquire_is_held_up_by_a_member_that_does_not_answer_only_until_its_work_is
     drop(connecting);
 }
 
-#[test]
-fn a_member_that_does_not_answer_and_owes_nothing_any_more_is_given_up_soon() {
-    let test = "a_member_that_does_not_answer_and_owes_nothing_any_more_is_given_up_soon";
+/// Has a creator connect to a member that does not answer, and owes a signal until the sender is
+/// dropped. In a process of its own.
+fn beside_a_silent_member(test: &str, then: impl FnOnce(Semaphore, mpsc::Sender<()>)) {
     crate::hostile::alone(module_path!(), test, || {
-        let (stage, device) = (Stage::new("given-up"), Device::host());
+        let (stage, device) = (Stage::new("silent"), Device::host());
         let (creator, member) = stage.both(&device, 1);
         let ((go, wait), stream) = (mpsc::channel::<()>(), device.stream().unwrap());
         stream.call(move || assert!(wait.recv().is_err())).unwrap();
@@ -204,12 +204,32 @@ fn a_member_that_does_not_answer_and_owes_nothing_any_more_is_given_up_soon() {
         creator.local.signals.reactor.run_on_control_thread(stop);
         let unconnected = creator.local.unconnected_signallers(0);
         assert_eq!(unconnected, [member.local.member]);
-        let start = Instant::now();
         creator.local.start_connecting(unconnected).unwrap();
+        then(creator, go);
+        drop(resume);
+    });
+}
+
+#[test]
+fn a_member_that_does_not_answer_and_owes_nothing_any_more_is_given_up_soon() {
+    let test = "a_member_that_does_not_answer_and_owes_nothing_any_more_is_given_up_soon";
+    beside_a_silent_member(test, |creator, go| {
+        let start = Instant::now();
         drop(go);
         eventually("the thread ends", || Arc::strong_count(&creator.local) == 1);
         assert!(start.elapsed() < REPLY_TIMEOUT / 2, "{:?}", start.elapsed());
-        drop(resume);
+    });
+}
+
+#[test]
+fn a_semaphore_closes_although_it_connects_to_a_member_that_does_not_answer() {
+    let test = "a_semaphore_closes_although_it_connects_to_a_member_that_does_not_answer";
+    beside_a_silent_member(test, |creator, go| {
+        let (local, start) = (Arc::downgrade(&creator.local), Instant::now());
+        drop(creator);
+        eventually("it is closed", || local.strong_count() == 0);
+        assert!(start.elapsed() < REPLY_TIMEOUT / 2, "{:?}", start.elapsed());
+        drop(go);
     });
 }
 

@@ -263,14 +263,16 @@ impl LocalSemaphore {
         Thread::start("warpipe-connect", connect).map(drop)
     }
 
-    /// Connects to members; gives up one that does not answer.
-    fn connect_all(&self, members: &[u32]) -> Result<()> {
+    /// Connects to members; gives up one that does not answer, and all once this thread is the last
+    /// owner.
+    fn connect_all(self: &Arc<Self>, members: &[u32]) -> Result<()> {
         let start = Instant::now();
         for &member in members {
             let is_late = || {
                 let elapsed = start.elapsed();
                 elapsed >= REPLY_TIMEOUT
                     || elapsed >= SETTLED_TIMEOUT && !self.shared_page.owes_signal(member)
+                    || Arc::strong_count(self) == 1
             };
             let mut is_settled = self.is_connected_to(member);
             while !is_settled && !is_late() {
