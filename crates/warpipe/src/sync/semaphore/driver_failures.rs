@@ -261,6 +261,29 @@ fn members_are_connected_to_in_the_background_after_an_attempt_that_panicked() {
 }
 
 #[test]
+fn an_acquire_that_waits_is_told_of_no_failure_from_before_it() {
+    let (stage, (hook, device)) = (Stage::new("before"), failing());
+    let host = Device::host();
+    let creator = Semaphore::new("turns", 1, stage.domain.on(&host)).unwrap();
+    let member = Semaphore::open("turns", stage.domain.on(&device), Duration::ZERO).unwrap();
+    let (first, second) = (host.stream().unwrap(), device.stream().unwrap());
+    let (go, wait) = mpsc::channel::<()>();
+    first.call(move || assert!(wait.recv().is_err())).unwrap();
+    let permit = creator.acquire(&first, PATIENCE).unwrap();
+    permit.release(&first).unwrap();
+    hook.hook().aim("register", 1);
+    let tried = member.acquire(&second, Duration::ZERO).optional().unwrap();
+    assert!(tried.is_none());
+    eventually("the thread fails", || {
+        hook.hook().has_struck() && Arc::strong_count(&member.local) == 1
+    });
+    let permit = member.acquire(&second, PATIENCE).unwrap();
+    drop(go);
+    permit.release(&second).unwrap();
+    second.synchronize(PATIENCE).unwrap();
+}
+
+#[test]
 fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
     let (stage, (hook, device)) = (Stage::new("held-up"), FullQueue::device());
     let (creator, member) = stage.both(&device, 1);

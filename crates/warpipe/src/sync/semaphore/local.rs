@@ -210,6 +210,11 @@ impl LocalSemaphore {
     /// permit, and that it learns of their deaths. The first time with each member takes a few
     /// messages. A member that ends meanwhile owes nothing any more.
     pub(super) fn connect_signallers(self: &Arc<Self>, permit: u32, wait: &Wait<'_>) -> Result<()> {
+        if self.unconnected_signallers(permit).is_empty() {
+            return Ok(());
+        }
+        // An earlier attempt's: it may succeed now.
+        self.connecting.locked().error = None;
         let what = || format!("a member of {:?} to share its signals", self.name());
         let is_connected = || {
             let unconnected = self.unconnected_signallers(permit);
