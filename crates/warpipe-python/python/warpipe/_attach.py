@@ -133,8 +133,9 @@ def copy_into(
 
 
 def _opened(name: str | SharedWeights, device: Any, domain: Any, wait: float | None) -> SharedWeights:
-    is_open = isinstance(name, SharedWeights)
-    shared: SharedWeights = name if is_open else _warpipe._open_weights(name, device, domain, wait)
+    if isinstance(name, SharedWeights):
+        return name
+    shared: SharedWeights = _warpipe._open_weights(name, device, domain, wait)
     return shared
 
 

@@ -420,7 +420,7 @@ def _leave_lease(
     self: _warpipe.Lease,
     kind: type[BaseException] | None,
     error: BaseException | None,
-    trace: TracebackType | None,
+    _trace: TracebackType | None,
     /,
 ) -> bool:
     """An exception that fails the attempt is logged, and ends the block alone: it is the job's, and the next job is
@@ -438,8 +438,7 @@ def _leave_lease(
         else:
             self.requeue()
     if is_failed:
-        told = (self.attempt, self.job)
-        _log.error("attempt %d of job %d failed", *told, exc_info=None if error is None else (kind, error, trace))
+        _log.error("attempt %d of job %d failed", self.attempt, self.job, exc_info=error)
     return is_failed
 
 
