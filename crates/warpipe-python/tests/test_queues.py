@@ -482,7 +482,8 @@ def test_a_job_that_kills_every_worker_is_buried(open_queue, place):  # noqa: F8
             kill(victim)
     with pytest.raises(warpipe.DeadLetteredError) as dead_lettered:
         handle.result(LIMIT_SECONDS)
-    assert len(dead_lettered.value.reasons) == 2 and all("died" in reason for reason in dead_lettered.value.reasons)
+    reasons = dead_lettered.value.reasons
+    assert len(reasons) == 2 and all(reason.endswith("left it undone: it has died") for reason in reasons)
 
 
 @kills

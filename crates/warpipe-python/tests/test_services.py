@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 
 import numpy as np
@@ -105,6 +106,34 @@ def test_failures_are_buried_with_their_reasons(open_client, server):
     with pytest.raises(warpipe.DeadLetteredError) as dead_lettered:
         pending.result()
     assert [reason in said for reason, said in zip(("first", "second"), dead_lettered.value.reasons, strict=True)] == [True] * 2
+
+
+def test_a_server_goes_on_with_the_others_when_a_client_is_gone_before_its_answer(open_client, server, caplog):
+    def leave(request):
+        pass
+
+    def output(request):
+        with request.output(1, "int64") as out:
+            out.copy_from(np.ones(1, "int64"))
+
+    def interrupt(request):
+        raise KeyboardInterrupt
+
+    for answer in (lambda request: request.complete(request.numpy()), output, leave, interrupt):
+        leaver, other = open_client(), open_client()
+        kept = leaver.request(np.arange(3))
+        request = server.accept()
+        leaver.close()
+        del kept
+        with pytest.raises(KeyboardInterrupt) if answer is interrupt else contextlib.nullcontext(), request:
+            answer(request)
+        pending = other.request(np.arange(3))
+        with server.accept() as request:
+            request.complete(request.numpy())
+        assert pending.result().numpy().tolist() == [0, 1, 2]
+        other.close()
+    # Its tracebacks have this frame.
+    caplog.clear()
 
 
 def test_requests_are_awaited(open_client, tripling):

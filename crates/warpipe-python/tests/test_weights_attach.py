@@ -235,6 +235,16 @@ def test_nothing_is_copied_into_memory_of_weights(publish, options, place):
     assert is_equal(module, changed(state))
 
 
+def test_modules_alone_are_attached_by_a_name_or_by_open_weights(publish, options):
+    publish({"a": torch.ones(3)})
+    for target in ({}, None, torch.nn.Linear):
+        with pytest.raises(warpipe.NotATensorError, match="give"):
+            weights.attach(target, "layer", **options)
+    for name in (None, 3):
+        with pytest.raises(TypeError, match="name"):
+            weights.attach(torch.nn.Module(), name, **options)
+
+
 def test_values_are_copied_into_modules_and_mappings_of_tensors_alone(publish, options):
     publish({"a": torch.ones(3)})
     for target in (3, {"a": [0.0]}):

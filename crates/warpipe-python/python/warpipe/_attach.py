@@ -59,11 +59,14 @@ def attach(
     A model of transformers takes weights under the names of its files, too. What transformers then makes of several tensors,
     as fused experts, is memory of this process, and a ``CopyWarning`` says how much.
 
-    Raises ``WeightsMismatchError``, which tells of all names, ``ArgumentError``, and as ``open``.
+    Raises ``WeightsMismatchError``, which tells of all names, ``NotATensorError``, ``ArgumentError``, and as ``open``.
     """
     if buffers not in ("share", "copy"):
         raise ArgumentError(f'buffers is {buffers!r}; give "share" or "copy"')
-    importlib.import_module("torch")
+    torch = importlib.import_module("torch")
+    if not isinstance(module, torch.nn.Module):
+        said = f"a {type(module).__name__} is no module"
+        raise NotATensorError(f"{said}; give a torch.nn.Module, or use weights.load, which gives a dict of tensors")
     weights = _opened(name, device, domain, wait)
     places = _places(module)
     found = _Found(weights, *_converted(module, places, weights))
@@ -130,7 +133,9 @@ def copy_into(
 
 
 def _opened(name: str | SharedWeights, device: Any, domain: Any, wait: float | None) -> SharedWeights:
-    shared: SharedWeights = _warpipe._open_weights(name, device, domain, wait) if isinstance(name, str) else name
+    if isinstance(name, SharedWeights):
+        return name
+    shared: SharedWeights = _warpipe._open_weights(name, device, domain, wait)
     return shared
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from . import _warpipe
-from ._errors import ArgumentError
+from ._errors import ArgumentError, PeerGoneError
 from ._loop import end_of, found
 from ._receivers import Receiver
 
@@ -419,23 +420,26 @@ def _leave_lease(
     self: _warpipe.Lease,
     kind: type[BaseException] | None,
     error: BaseException | None,
-    trace: TracebackType | None,
+    _trace: TracebackType | None,
     /,
 ) -> bool:
     """An exception that fails the attempt is logged, and ends the block alone: it is the job's, and the next job is
     another one. Interrupts go on, as does what is raised once the job has its answer."""
     if self.is_answered:
         self.release()
-    elif kind is None:
-        self.fail("its worker left it without an answer")
-    elif not issubclass(kind, Exception):
-        self.requeue()
-    else:
-        self.fail(f"{kind.__name__}: {'' if error is None else error}".encode(errors="replace").decode())
-        told = (self.attempt, self.job)
-        _log.error("attempt %d of job %d failed", *told, exc_info=None if error is None else (kind, error, trace))
-        return True
-    return False
+        return False
+    is_failed = kind is not None and issubclass(kind, Exception)
+    # Where the owner is gone, its jobs are, too: a server goes on, and a worker's next wait raises.
+    with contextlib.suppress(PeerGoneError):
+        if kind is None:
+            self.fail("its worker left it without an answer")
+        elif is_failed:
+            self.fail(f"{kind.__name__}: {'' if error is None else error}".encode(errors="replace").decode())
+        else:
+            self.requeue()
+    if is_failed:
+        _log.error("attempt %d of job %d failed", self.attempt, self.job, exc_info=error)
+    return is_failed
 
 
 def _leave_loan(

@@ -108,8 +108,14 @@ impl<A: ReplyLink> WorkerSession<A> {
             }
         );
         self.has_closed = matches!(error, Error::PeerGone { graceful: true, .. });
+        // The error calls a worker the publisher of its answers.
+        let reason = match (self.has_closed, is_settled) {
+            (true, _) => "it has closed".to_string(),
+            (_, false) => "it has died".to_string(),
+            _ => error.to_string(),
+        };
         self.end = Some(SessionEnd {
-            reason: error.to_string(),
+            reason,
             is_settled,
             clock: Uptime::default(),
         });
