@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use warpipe::{DType, Device, Domain, Layout, Subscriber, Worker, new_generation};
-use warpipe_testkit::refuse_calls;
+use warpipe_testkit::{refuse_calls, this_program};
 use zenoh::Wait;
 use zenoh::bytes::ZBytes;
 use zenoh::sample::Sample;
@@ -1005,18 +1005,27 @@ fn an_exporter_that_gives_no_credit_holds_up_no_outcome_for_another_of_its_machi
 
 #[test]
 fn a_sandbox_that_refuses_random_numbers_has_lanes() {
-    for error in [libc::ENOSYS, libc::EPERM] {
-        // The bridge's threads are started by this one, and have its filter.
-        let sandbox = std::thread::spawn(move || {
-            refuse_calls(&[(libc::SYS_getrandom, error)]);
-            World::new()
-        });
-        let world = sandbox.join().unwrap();
-        let peer = world.peer(1);
-        let (lane, name) = (new_generation(), "work".into());
-        let purpose = Purpose::Jobs { name };
-        peer.send(Message::Begin { lane, purpose });
-        // A lane of results, with a number of its own.
-        peer.wait(|message| matches!(message, Message::Begin { .. }).then_some(()));
-    }
+    const REFUSED: &str = "WARPIPE_TEST_REFUSED";
+    let Ok(error) = std::env::var(REFUSED) else {
+        for error in [libc::ENOSYS, libc::EPERM] {
+            // A process of its own: Zenoh finds out once in each whether there is `getrandom`.
+            let mut sandbox = this_program();
+            sandbox.args([
+                "--exact",
+                "hostile::a_sandbox_that_refuses_random_numbers_has_lanes",
+            ]);
+            let sandbox = sandbox.env(REFUSED, error.to_string()).output().unwrap();
+            let said = String::from_utf8_lossy(&sandbox.stdout);
+            assert!(said.contains("1 passed"), "{said}");
+        }
+        return;
+    };
+    refuse_calls(&[(libc::SYS_getrandom, error.parse().unwrap())]);
+    let world = World::new();
+    let peer = world.peer(1);
+    let (lane, name) = (new_generation(), "work".into());
+    let purpose = Purpose::Jobs { name };
+    peer.send(Message::Begin { lane, purpose });
+    // A lane of results, with a number of its own.
+    peer.wait(|message| matches!(message, Message::Begin { .. }).then_some(()));
 }
