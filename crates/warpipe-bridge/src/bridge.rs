@@ -242,17 +242,3 @@ impl std::fmt::Debug for Bridge {
         f.debug_struct("Bridge").finish_non_exhaustive()
     }
 }
-
-/// 16 random bytes of the system.
-pub(crate) fn random_id() -> Id {
-    let mut id = Id::default();
-    let mut filled = 0;
-    while filled < id.len() {
-        match rustix::rand::getrandom(&mut id[filled..], rustix::rand::GetRandomFlags::empty()) {
-            Ok(count) => filled += count,
-            // Interrupted by a signal: the system's source itself does not fail once it is ready.
-            Err(_) => std::hint::spin_loop(),
-        }
-    }
-    id
-}

@@ -8,13 +8,13 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use warpipe::{DType, Device, Domain, Layout, Subscriber, Worker};
+use warpipe::{DType, Device, Domain, Layout, Subscriber, Worker, new_generation};
+use warpipe_testkit::{refuse_calls, this_program};
 use zenoh::Wait;
 use zenoh::bytes::ZBytes;
 use zenoh::sample::Sample;
 use zenoh::{Config, Session};
 
-use crate::bridge::random_id;
 use crate::lane::tests::window;
 use crate::lane::{Assembly, Ending, LaneReceiver, LaneSender, WINDOW_MAX};
 use crate::message::{End, Hello, Id, Message, Part, Purpose, Tag, Tensor, hex};
@@ -149,7 +149,7 @@ impl Peer {
 
     /// Begins a lane and waits until it is taken.
     fn begun(&self, name: &str) -> Id {
-        let lane = random_id();
+        let lane = new_generation();
         self.begin(lane, name);
         self.wait(|message| match message {
             Message::Ready { lane: of, .. } if of == lane => Some(()),
@@ -161,7 +161,7 @@ impl Peer {
 
     /// Waits until the bridge has taken all that was sent before.
     fn is_served(&self) {
-        let lane = random_id();
+        let lane = new_generation();
         self.begin(lane, "other");
         self.stopped(lane);
     }
@@ -358,7 +358,7 @@ fn a_lane_that_breaks_the_protocol_ends_with_its_reason_and_the_lane_of_another_
         "from/\0",
         "bridge/7",
     ] {
-        let lane = random_id();
+        let lane = new_generation();
         hostile.begin(lane, name);
         let reason = hostile.stopped(lane);
         assert!(reason.contains("is not imported here"), "{reason}");
@@ -487,7 +487,7 @@ fn names_that_wait_take_a_bounded_number_of_places_and_ended_ones_give_theirs_ba
     for number in 0..128 {
         leave(&format!("from/waits-{number}"), End::Paused);
     }
-    let lane = random_id();
+    let lane = new_generation();
     hostile.begin(lane, "from/one-more");
     assert!(hostile.stopped(lane).contains("are kept already"));
     honest.begun("from/kept");
@@ -498,7 +498,7 @@ fn messages_of_queues_that_break_the_protocol_end_their_own_lane() {
     let world = World::new();
     let (hostile, honest) = (world.peer(1), world.peer(2));
     let begun = |peer: &Peer, purpose: Purpose| {
-        let lane = random_id();
+        let lane = new_generation();
         peer.send(Message::Begin { lane, purpose });
         lane
     };
@@ -603,7 +603,7 @@ fn a_session_that_subscribes_to_everything_learns_of_no_other_peer_and_gets_none
         let (bridge, _) = answered.recv_timeout(LONG).unwrap();
         // An answer comes behind all that went to others before.
         let all_has_come = || {
-            let (lane, name) = (random_id(), "other".into());
+            let (lane, name) = (new_generation(), "other".into());
             let begin = Message::Begin {
                 lane,
                 purpose: Purpose::Jobs { name },
@@ -680,7 +680,7 @@ fn the_lanes_of_a_peer_that_has_lost_sight_of_the_bridge_end_and_begin_anew() {
 fn a_session_that_declares_hundreds_of_runs_takes_one_place() {
     let world = World::with(|options| options.peers_max = 2);
     let hostile = world.peer(1);
-    let runs: Vec<Id> = (0..400).map(|_| random_id()).collect();
+    let runs: Vec<Id> = (0..400).map(|_| new_generation()).collect();
     let declare = |run: &Id| {
         let key = format!("warpipe/2/bridge/{}", hex(run));
         let liveliness = hostile.presence.session.liveliness();
@@ -733,7 +733,7 @@ fn names_that_wait_for_machines_that_went_keep_out_no_name_of_one_that_is_there(
     // Its lanes were cut, and end within a slice of their waits.
     let start = Instant::now();
     let is_taken = || {
-        let lane = random_id();
+        let lane = new_generation();
         honest.begin(lane, "from/honest");
         honest.wait(|message| match message {
             Message::Ready { lane: of, .. } if of == lane => Some(true),
@@ -762,16 +762,16 @@ fn a_peer_that_floods_keeps_no_other_one_waiting_and_the_bridge_can_end() {
         while !over.load(Ordering::Acquire) {
             let purpose = Purpose::Samples {
                 name: name.clone(),
-                generation: random_id(),
+                generation: new_generation(),
             };
             for message in [
                 Message::Hello(hostile.hello.clone()),
                 Message::Begin {
-                    lane: random_id(),
+                    lane: new_generation(),
                     purpose,
                 },
                 Message::Waits {
-                    name: random_id().map(|byte| byte.to_string()).concat(),
+                    name: new_generation().map(|byte| byte.to_string()).concat(),
                     generation,
                 },
                 Message::Gone {
@@ -814,7 +814,7 @@ fn a_peer_that_floods_keeps_no_other_one_waiting_and_the_bridge_can_end() {
 fn queues_of_machines_that_went_keep_out_none_of_one_that_is_there() {
     let world = World::new();
     let begin = |peer: &Peer| {
-        let (lane, name) = (random_id(), "work".into());
+        let (lane, name) = (new_generation(), "work".into());
         let purpose = Purpose::Jobs { name };
         peer.send(Message::Begin { lane, purpose });
         lane
@@ -848,7 +848,7 @@ fn a_lane_begins_again_once_what_came_on_the_one_before_is_published() {
     }
     let end = End::Paused;
     peer.send(Message::End { lane, end });
-    let early = random_id();
+    let early = new_generation();
     peer.begin(early, name);
     assert!(peer.stopped(early).contains("is not published yet"));
     let stream = device.stream().unwrap();
@@ -906,7 +906,7 @@ fn a_name_that_waits_long_for_device_memory_says_so_once_and_goes_on_when_there_
 fn a_job_that_is_too_long_here_has_failed_and_its_lane_goes_on() {
     let world = World::new();
     let peer = world.peer(1);
-    let lane = random_id();
+    let lane = new_generation();
     let name = "work".into();
     peer.send(Message::Begin {
         lane,
@@ -959,7 +959,7 @@ fn an_exporter_that_gives_no_credit_holds_up_no_outcome_for_another_of_its_machi
     let (hostile, honest) = (world.peer(1), world.peer(1));
     // Begins a lane of jobs, and takes its lane of results with so much credit.
     let begun = |peer: &Peer, credit: u64| {
-        let (lane, name) = (random_id(), "work".into());
+        let (lane, name) = (new_generation(), "work".into());
         let purpose = Purpose::Jobs { name };
         peer.send(Message::Begin { lane, purpose });
         let results = peer.wait(|message| match message {
@@ -1001,4 +1001,31 @@ fn an_exporter_that_gives_no_credit_holds_up_no_outcome_for_another_of_its_machi
         Message::Part(part) => Some(part.tensor.unwrap().tag == Tag::Result { number: 7 }),
         _ => None,
     });
+}
+
+#[test]
+fn a_sandbox_that_refuses_random_numbers_has_lanes() {
+    const REFUSED: &str = "WARPIPE_TEST_REFUSED";
+    let Ok(error) = std::env::var(REFUSED) else {
+        for error in [libc::ENOSYS, libc::EPERM] {
+            // A process of its own: Zenoh finds out once in each whether there is `getrandom`.
+            let mut sandbox = this_program();
+            sandbox.args([
+                "--exact",
+                "hostile::a_sandbox_that_refuses_random_numbers_has_lanes",
+            ]);
+            let sandbox = sandbox.env(REFUSED, error.to_string()).output().unwrap();
+            let said = String::from_utf8_lossy(&sandbox.stdout);
+            assert!(said.contains("1 passed"), "{said}");
+        }
+        return;
+    };
+    refuse_calls(&[(libc::SYS_getrandom, error.parse().unwrap())]);
+    let world = World::new();
+    let peer = world.peer(1);
+    let (lane, name) = (new_generation(), "work".into());
+    let purpose = Purpose::Jobs { name };
+    peer.send(Message::Begin { lane, purpose });
+    // A lane of results, with a number of its own.
+    peer.wait(|message| matches!(message, Message::Begin { .. }).then_some(()));
 }

@@ -241,7 +241,7 @@ WITHOUT_COUNTERPART = {
     "AllocationStats": "in warpipe.torch",
     **dict.fromkeys(["LegacyInfo", "PublisherInfo", "PublisherStats", "RingInfo", "SampleInfo", "SemaphoreState", "TicketInfo"], "attributes of the object"),
     **dict.fromkeys(["Returned", "Unanswered"], "what comes back from a call that failed"),
-    "lay_out_parts": "for the bridge",
+    **dict.fromkeys(["lay_out_parts", "new_generation"], "for the bridge"),
     "PerProcess": "for the C interface",
     **dict.fromkeys(["PARTS_MAX", "PART_NAME_BYTES_MAX"], "limits that the messages say"),
     **dict.fromkeys(

@@ -4,10 +4,12 @@
 
 mod child;
 pub mod figure;
+mod sandbox;
 mod wait;
 
 pub use child::{ChildProcess, LineReader, this_program};
 pub use fastrand::Rng;
+pub use sandbox::refuse_calls;
 pub use tempfile::TempDir;
 pub use wait::{eventually, pidfd, spin_until, wait_readable};
 

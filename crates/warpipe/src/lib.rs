@@ -191,6 +191,8 @@ pub use queue::{
 pub use rings::RING_STEPS;
 pub use rings::{HostRing, KernelRing, KernelRingOptions, RingEnd, RingInfo};
 pub use rpc::{Client, ClientOptions, Pending, Server, ServerOptions};
+#[doc(hidden)] // For the bridge.
+pub use runtime::reactor::new_generation;
 pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;
 pub use sync::event::{Event, EventHandle, Recording};

@@ -4,13 +4,12 @@ use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use warpipe::{Endpoint, EndpointName};
+use warpipe::{Endpoint, EndpointName, new_generation};
 
 use super::report::Meter;
 use super::{
     Control, ExportLane, IMPORTS_MAX, ImportLane, Kept, LANES_PER_PEER_MAX, RETRY, Work, crowded,
 };
-use crate::bridge::random_id;
 use crate::error::{Error, Result};
 use crate::exporter::Export;
 use crate::importer::{Import, Left};
@@ -141,7 +140,11 @@ impl Control {
             return;
         }
         let sent = self.sent.open(known.hello.home, name, reachable);
-        let sender = Arc::new(LaneSender::new(random_id(), *bridge, peer.outbox.clone()));
+        let sender = Arc::new(LaneSender::new(
+            new_generation(),
+            *bridge,
+            peer.outbox.clone(),
+        ));
         let export = Export {
             name: name.to_owned(),
             options: self.options.clone(),

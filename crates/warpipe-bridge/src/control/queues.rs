@@ -5,10 +5,9 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use warpipe::{Endpoint, EndpointName};
+use warpipe::{Endpoint, EndpointName, new_generation};
 
 use super::{Control, RETRY, crowded, join_until};
-use crate::bridge::random_id;
 use crate::lane::{Ending, LaneCounts, LaneReceiver, LaneSender};
 use crate::message::{Id, Message, Purpose, is_made_by_bridges};
 use crate::queue_exporter::{CARRIERS_MAX, QueueExport};
@@ -157,7 +156,11 @@ impl Control {
                 continue;
             }
             entry.begun = Some(Instant::now());
-            let lane = Arc::new(LaneSender::new(random_id(), *bridge, peer.outbox.clone()));
+            let lane = Arc::new(LaneSender::new(
+                new_generation(),
+                *bridge,
+                peer.outbox.clone(),
+            ));
             self.shared.add_sender(&lane);
             let purpose = Purpose::Jobs { name: name.clone() };
             let begin = Message::Begin {
@@ -306,7 +309,7 @@ impl Control {
                 import
             }
         };
-        let results = Arc::new(LaneSender::new(random_id(), from, outbox.clone()));
+        let results = Arc::new(LaneSender::new(new_generation(), from, outbox.clone()));
         let receiver = Arc::new(LaneReceiver::new(
             lane,
             from,

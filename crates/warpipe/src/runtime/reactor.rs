@@ -400,7 +400,7 @@ fn watched<'a>(fd: RawFd) -> BorrowedFd<'a> {
 
 /// Random bytes for an endpoint's generation: `getrandom(2)`, or where a sandbox refuses that,
 /// `/dev/urandom`.
-pub(crate) fn new_generation() -> [u8; 16] {
+pub fn new_generation() -> [u8; 16] {
     let mut bytes = [0u8; 16];
     let mut filled = 0;
     while filled < bytes.len() {

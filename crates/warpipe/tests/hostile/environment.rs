@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use warpipe_testkit::refuse_calls;
 
 use super::stage::{
     LONG, Scratch, TestProcess, alone, assert_delivers, command, domain_of_test, eventually,
@@ -112,38 +113,6 @@ fn memory_beyond_the_limit_of_file_sizes_is_an_error_and_no_signal() {
     });
 }
 
-/// Has the kernel refuse these system calls from now on, to this thread and those that it starts.
-fn refuse(calls: &[(libc::c_long, libc::c_int)]) {
-    let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
-    let is_equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-    let answer = (libc::BPF_RET | libc::BPF_K) as u16;
-    let line = |code, skipped, k| libc::sock_filter {
-        code,
-        jt: 0,
-        jf: skipped,
-        k,
-    };
-    // The number of the call is the first word.
-    let mut filter = vec![line(load, 0, 0)];
-    for &(call, error) in calls {
-        filter.push(line(is_equal, 1, call as u32));
-        filter.push(line(answer, 0, libc::SECCOMP_RET_ERRNO | error as u32));
-    }
-    filter.push(line(answer, 0, libc::SECCOMP_RET_ALLOW));
-    let program = libc::sock_fprog {
-        len: filter.len() as u16,
-        filter: filter.as_mut_ptr(),
-    };
-    // SAFETY: the kernel copies the program, which lives across the call.
-    let codes = unsafe {
-        [
-            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program),
-        ]
-    };
-    assert_eq!(codes, [0, 0]);
-}
-
 #[test]
 fn a_sandbox_without_random_numbers_and_inotify_has_channels_and_waits_for_names() {
     let test = "a_sandbox_without_random_numbers_and_inotify_has_channels_and_waits_for_names";
@@ -151,7 +120,7 @@ fn a_sandbox_without_random_numbers_and_inotify_has_channels_and_waits_for_names
         let mut process = match role() {
             Some(error) => {
                 let error = error.parse().unwrap();
-                refuse(&[
+                refuse_calls(&[
                     (libc::SYS_getrandom, error),
                     (libc::SYS_inotify_init1, error),
                 ]);
