@@ -140,8 +140,8 @@ pub(crate) struct RawSample {
     region: Arc<Region>,
     pub(super) layout: Arc<Layout>,
     pub(super) metadata: Metadata,
-    /// None if it is one tensor.
-    pub(super) parts: Box<[Part]>,
+    /// Behind a pointer: a sample is moved often, and up to 128 bytes without a call.
+    pub(super) rare: Option<Box<Rare>>,
     /// 0 for none.
     sent_ns: u64,
     is_released: bool,
@@ -157,7 +157,7 @@ impl RawSample {
             region,
             layout: checked.layout,
             metadata: checked.metadata,
-            parts: Box::default(),
+            rare: None,
             sent_ns: checked.sent_ns,
             is_released: false,
             location: match checked.head {
@@ -175,7 +175,7 @@ impl RawSample {
             self.location = TensorLocation::Unopened;
         }
         let metadata = list.metadata();
-        self.parts = list.parts.into();
+        self.rare.get_or_insert_default().parts = list.parts;
         if self.location == TensorLocation::InSlot {
             self.metadata = metadata;
         }
@@ -187,6 +187,11 @@ impl RawSample {
         (self.address, self.metadata, self.location) = (address, metadata, TensorLocation::InPlace);
     }
 
+    /// None if it is one tensor.
+    pub(super) fn parts(&self) -> &[Part] {
+        self.rare.as_ref().map_or(&[], |rare| &rare.parts)
+    }
+
     /// A handle to wait for the data without keeping this sample.
     pub(crate) fn receipt(&self) -> Receipt {
         self.receipt.duplicate()
@@ -195,10 +200,9 @@ impl RawSample {
     /// The sample, for a stream that waits for its data, or has nothing to wait for.
     // A sample is long: a call that hands it on copies it.
     #[inline(always)]
-    pub(crate) fn into_sample(self, stream: &Stream, rare: Option<Box<Rare>>) -> Sample {
+    pub(crate) fn into_sample(self, stream: &Stream) -> Sample {
         Sample {
             received_ns: if self.sent_ns == 0 { 0 } else { now_ns() },
-            rare,
             stream: stream.clone(),
             released_before: 0,
             raw: self,
@@ -244,6 +248,7 @@ impl Drop for RawSample {
 #[derive(Debug, Default)]
 pub(crate) struct Rare {
     pub(super) discontinuity: Option<Discontinuity>,
+    pub(super) parts: Vec<Part>,
     /// What keeps tensors mapped that do not lie in the slot.
     pub(super) memory: Vec<OpenMemory>,
 }
@@ -275,11 +280,9 @@ pub struct SampleInfo {
 #[derive(Debug)]
 #[must_use = "a sample that is dropped is released"]
 pub struct Sample {
-    raw: RawSample,
+    pub(super) raw: RawSample,
     /// 0 for none.
     received_ns: u64,
-    /// Behind a pointer: a sample is moved often.
-    pub(super) rare: Option<Box<Rare>>,
     stream: Stream,
     /// The position in its link with a release that its stream got before it; 0 for none.
     pub(super) released_before: u64,
@@ -306,7 +309,7 @@ impl Sample {
     /// Its tensors, if it was [sent with several](crate::Publisher::loan_parts); else none. The
     /// sample's own layout and addresses are those of the slot then: of all parts that lie there.
     pub fn parts(&self) -> &[Part] {
-        &self.raw.parts
+        self.raw.parts()
     }
 
     /// The part of this name.
@@ -332,7 +335,7 @@ impl Sample {
     pub fn info(&self) -> SampleInfo {
         let known = |time: u64| Some(time).filter(|&time| time != 0);
         SampleInfo {
-            discontinuity: self.rare.as_ref().and_then(|rare| rare.discontinuity),
+            discontinuity: self.raw.rare.as_ref().and_then(|rare| rare.discontinuity),
             sent_at_ns: known(self.raw.sent_ns),
             received_at_ns: known(self.received_ns),
             is_in_place: self.raw.location == TensorLocation::InPlace,
@@ -392,7 +395,7 @@ impl Sample {
     /// # Errors
     /// As [`wait`](Self::wait); [`Error::Argument`] unless `bytes` is that long; [`Error::Driver`].
     pub fn copy_to<'w>(&self, bytes: &mut [u8], wait: impl Into<Wait<'w>>) -> Result<()> {
-        self.download((self.slot_ptr(), self.layout()), bytes, &wait.into())
+        self.download((self.slot_ptr(), self.layout()), bytes, wait)
     }
 
     /// [`copy_to`](Self::copy_to), of one part.
@@ -406,15 +409,15 @@ impl Sample {
         wait: impl Into<Wait<'w>>,
     ) -> Result<()> {
         let part = self.part(name)?;
-        self.download((part.slot_ptr, &part.layout), bytes, &wait.into())
+        self.download((part.slot_ptr, &part.layout), bytes, wait)
     }
 
     /// Copies a whole tensor, of this address and layout: the slot's, or that of one part.
-    fn download(
+    fn download<'w>(
         &self,
         (address, layout): (DevicePtr, &Layout),
         bytes: &mut [u8],
-        wait: &Wait<'_>,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<()> {
         layout.check_length(bytes.len())?;
         self.wait(wait)?;

@@ -142,7 +142,7 @@ pub(super) fn into_result(
     let fail = |end| Err(job_error(&dispatcher.name, job, end));
     match outcome {
         Outcome::Done(result) => Ok(JobResult {
-            sample: result.arrival.into_sample(stream, None),
+            sample: result.arrival.into_sample(stream),
             job: result.tag.job,
             attempt: result.tag.attempt,
             worker_pid: result.pid,

@@ -336,7 +336,7 @@ fn a_child_forked_while_a_thread_has_the_publishers_lock_drops_every_handle_and_
     drop(locked);
     let (publisher, retained, sample, raw, mut subscriber) = handles.unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), [1; 8]);
-    let second = raw.into_sample(&receiving, None);
+    let second = raw.into_sample(&receiving);
     assert_eq!(second.to_vec(LONG).unwrap(), [2; 8]);
     assert_eq!(retained.forward(id, &metadata).unwrap(), Forwarded::At(3));
     let third = subscriber.receive(&receiving, LONG).unwrap();

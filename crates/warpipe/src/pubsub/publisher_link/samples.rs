@@ -321,7 +321,7 @@ mod tests {
         let stream = scene.stream.clone();
         for (index, arrival) in kept.drain(..).enumerate() {
             if index % 2 == 0 {
-                let sample = arrival.into_sample(&stream, None);
+                let sample = arrival.into_sample(&stream);
                 sample.wait_on(&stream).unwrap();
                 let receipt = sample.release().unwrap();
                 assert!(receipt.check().unwrap());

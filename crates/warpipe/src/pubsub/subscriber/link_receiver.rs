@@ -19,7 +19,7 @@ use crate::pubsub::place::{Asked, Place};
 use crate::pubsub::publisher_link::{Admission, ConnectOptions, Ended, OpenMemory, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{
-    Discontinuity, PreviousPublisher, Rare, RawSample, Receipt, Sample, TensorLocation,
+    Discontinuity, PreviousPublisher, RawSample, Receipt, Sample, TensorLocation,
 };
 use crate::runtime::heartbeat::Uptime;
 use crate::shm::segment::DEPTH_MAX;
@@ -171,11 +171,14 @@ impl LinkReceiver {
                         previous.set_released();
                     }
                     let gap = self.break_before(taken.receipt.sequence, ended);
-                    let mut sample = taken.into_sample(stream, gap);
+                    let mut sample = taken.into_sample(stream);
+                    if gap.is_some() {
+                        sample.raw.rare.get_or_insert_default().discontinuity = gap;
+                    }
                     sample.released_before = self.released_before;
                     if sample.info().is_in_place {
                         let opened = std::mem::take(&mut self.opened);
-                        sample.rare.get_or_insert_default().memory = opened;
+                        sample.raw.rare.get_or_insert_default().memory = opened;
                     }
                     if let Some(latency_ns) = sample.latency_ns() {
                         self.row.time(latency_ns);
@@ -228,7 +231,7 @@ impl LinkReceiver {
         taken: &mut RawSample,
         at: &ConnectOptions,
     ) -> Result<(DevicePtr, Metadata)> {
-        if taken.parts.is_empty() {
+        if taken.parts().is_empty() {
             let read = Place::read(taken.metadata());
             let (place, metadata) = read.map_err(|violation| self.fail(violation))?;
             let address = self.open_place(&place, taken.layout.bytes(), at)?;
@@ -238,7 +241,8 @@ impl LinkReceiver {
         let metadata = taken.metadata.clone();
         let read = parts::read(metadata.as_bytes(), slot, bytes);
         let list = read.map_err(|violation| self.fail(violation))?;
-        for (part, place) in taken.parts.iter_mut().zip(&list.places) {
+        let parts = taken.rare.iter_mut().flat_map(|rare| &mut rare.parts);
+        for (part, place) in parts.zip(&list.places) {
             if let (0, Some(place)) = (part.slot_ptr, place) {
                 part.slot_ptr = self.open_place(place, part.layout.bytes(), at)?;
                 part.ptr = part.slot_ptr + part.layout.offset();
@@ -303,17 +307,17 @@ impl LinkReceiver {
     /// The break before the sample with this number, which the subscriber receives now. Numbers of
     /// samples that were taken and lost are missing as well.
     #[inline]
-    fn break_before(&mut self, sequence: u64, ended: &mut Option<EndedLink>) -> Option<Box<Rare>> {
+    fn break_before(
+        &mut self,
+        sequence: u64,
+        ended: &mut Option<EndedLink>,
+    ) -> Option<Discontinuity> {
         let last = std::mem::replace(&mut self.last_received, sequence);
         // Also a first sample that is the publisher's first.
         if sequence.wrapping_sub(last) == 1 && ended.is_none() {
             return None;
         }
-        let discontinuity = Some(self.find_break(last, sequence, ended.take())?);
-        Some(Box::new(Rare {
-            discontinuity,
-            memory: Vec::new(),
-        }))
+        self.find_break(last, sequence, ended.take())
     }
 
     #[cold]
