@@ -288,6 +288,8 @@ pub struct Sample {
     pub(super) released_before: u64,
 }
 
+const _: () = assert!(size_of::<Sample>() <= 128, "its moves are calls of memmove");
+
 impl Sample {
     /// The device address of the element with all indices 0. Memory that this process may only
     /// read.
