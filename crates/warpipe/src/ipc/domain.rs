@@ -304,7 +304,7 @@ impl Domain {
         let directory = match self.current().open_directory() {
             Err(Errno::ACCESS) => {
                 let path = self.inner.path.display();
-                let text = "its folder lets others open names, and list them with chmod 755 alone";
+                let text = "its folder lets others open names; to list them they need chmod 755";
                 return Err(Error::denied(path, text));
             }
             opened => opened.map_err(failed)?,
