@@ -86,14 +86,14 @@ fn lock_of(kind: libc::c_int, byte: i64) -> libc::flock {
 /// user or group that this user namespace does not map is [`UNMAPPED`].
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
     let mut credentials = kernels_credentials(socket)?;
-    if is_unmapped_user(credentials.uid) {
+    if is_unmapped_user(credentials.uid)? {
         credentials.uid = UNMAPPED;
     }
     if is_unmapped(
         "/proc/sys/kernel/overflowgid",
         "/proc/self/gid_map",
         credentials.gid,
-    ) {
+    )? {
         credentials.gid = UNMAPPED;
     }
     Ok(credentials)
@@ -175,19 +175,23 @@ pub(crate) fn without_signals<T>(call: impl FnOnce() -> T) -> T {
 pub(crate) const UNMAPPED: u32 = u32::MAX;
 
 /// Whether a uid may be the one that stands for all users that this user namespace does not map:
-/// `user_namespaces(7)`.
-pub(crate) fn is_unmapped_user(uid: u32) -> bool {
+/// `user_namespaces(7)`. An error where this process cannot read that just now.
+pub(crate) fn is_unmapped_user(uid: u32) -> Result<bool, Errno> {
     is_unmapped("/proc/sys/kernel/overflowuid", "/proc/self/uid_map", uid)
 }
 
 /// The kernel shows one number, 65534 by default, for every id that has no mapping here. The number
 /// identifies a user only where every id is mapped.
-fn is_unmapped(overflow: &str, map: &str, id: u32) -> bool {
-    let overflow = std::fs::read_to_string(overflow)
-        .ok()
-        .and_then(|text| text.trim().parse().ok())
-        .unwrap_or(65534);
-    id == overflow && !std::fs::read_to_string(map).is_ok_and(|map| maps_all(&map))
+fn is_unmapped(overflow: &str, map: &str, id: u32) -> Result<bool, Errno> {
+    let read = |path| match std::fs::read_to_string(path) {
+        Ok(text) => Ok(text),
+        Err(error) => match Errno::from_io_error(&error) {
+            Some(code) if is_shortage(code) => Err(code),
+            _ => Ok(String::new()),
+        },
+    };
+    let overflow = read(overflow)?.trim().parse().unwrap_or(65534);
+    Ok(id == overflow && !maps_all(&read(map)?))
 }
 
 /// Whether a map of ids (`inside outside count` in each line) contains every id.
@@ -368,6 +372,21 @@ mod tests {
         ] {
             assert!(!maps_all(map), "{map:?}");
         }
-        assert!(!is_unmapped_user(0));
+        assert!(!is_unmapped_user(0).unwrap());
+    }
+
+    #[test]
+    fn a_process_without_descriptors_does_not_take_a_user_for_one_that_is_not_mapped() {
+        let test = "a_process_without_descriptors_does_not_take_a_user_for_one_that_is_not_mapped";
+        crate::hostile::alone(module_path!(), test, || {
+            let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+            let mut limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+            limit.current = Some(0);
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+            let read = is_unmapped("/proc/sys/kernel/overflowuid", "/proc/self/uid_map", 65534);
+            assert_eq!(read, Err(Errno::MFILE));
+            let known = peer_credentials(socket.as_fd());
+            assert!(matches!(known, Err(Errno::MFILE)), "{known:?}");
+        });
     }
 }

@@ -263,8 +263,7 @@ impl Acceptor {
     fn screen(&self, id: u64, socket: &Arc<PeerSocket>) -> Result<PendingConnection, Message> {
         let credentials = os::peer_credentials(socket.as_fd()).map_err(|error| {
             let context = format!("a connection to {:?}", self.name());
-            let error = Error::os("getsockopt(SO_PEERCRED)", context, error);
-            refusal(false, error)
+            refusal_for(&Error::os("getsockopt(SO_PEERCRED)", context, error))
         })?;
         let (uid, gid) = (credentials.uid, credentials.gid);
         let is_admitted = || self.options.access_policy.admits(uid, gid);
