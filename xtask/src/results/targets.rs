@@ -35,6 +35,25 @@ struct Gap {
 
 const GAPS: &[Gap] = &[
     Gap {
+        figures: figures("pipeline", "per item"),
+        what: "An item of a stream, under MPS and across two GPUs",
+        beside: "bare driver calls",
+        remark: "Signal and wait are two calls of the driver, where the floor needs one \
+                 ([decisions](docs/design/decisions.md#order)).",
+    },
+    Gap {
+        figures: figures("handoff", "copy to host, two devices"),
+        what: "A round trip that the host of another GPU reads",
+        beside: "bare driver calls",
+        remark: "With a kernel as reader the target is met.",
+    },
+    Gap {
+        figures: figures("fanout", "per item, kernels"),
+        what: "An item for 4 or 8 subscribers, time-sliced",
+        beside: "bare driver calls",
+        remark: "Under MPS the target is met.",
+    },
+    Gap {
         figures: figures("send", "CPU beside the driver's calls"),
         what: "The CPU time of a send or a receive",
         beside: "the driver's calls alone",
@@ -53,10 +72,10 @@ const GAPS: &[Gap] = &[
         remark: "Time-sliced the target is met.",
     },
     Gap {
-        figures: figures("python", "awaited: torch.multiprocessing over warpipe"),
-        what: "`torch.multiprocessing`, 4 KiB between two GPUs, awaited",
-        beside: "warpipe; 10 are wanted",
-        remark: "",
+        figures: figures("torch_queue", "beside PyTorch's"),
+        what: "PyTorch's own queues, with `warpipe.torch.install()`",
+        beside: "without it",
+        remark: "[The guide](docs/guide/pytorch.md) says what it gives for that.",
     },
     Gap {
         figures: figures("weights", "load of the files, the device open"),
@@ -76,30 +95,6 @@ const GAPS: &[Gap] = &[
         beside: "Zenoh with host memory",
         remark: "4 KiB behind each other lose most; on the host the target is met.",
     },
-    Gap {
-        figures: figures("host path", "beside iceoryx2"),
-        what: "A message on the host, to one subscriber that polls",
-        beside: "iceoryx2",
-        remark: "With a receiver that sleeps, or more subscribers, the target is met.",
-    },
-    Gap {
-        figures: figures("growth", "publishing a tensor"),
-        what: "Publishing a tensor of a version with 222,747 or 494,592",
-        beside: "one of 22,274",
-        remark: "",
-    },
-    Gap {
-        figures: figures("growth", "a name,"),
-        what: "Making or opening a name in a domain of 1,000 or 10,000",
-        beside: "one of 100",
-        remark: "The kernel keeps a file's locks in one list.",
-    },
-    Gap {
-        figures: figures("growth", "opening by an engine"),
-        what: "The first version of one of 8 or 40 engines",
-        beside: "that of a single one",
-        remark: "A further version costs less.",
-    },
 ];
 
 /// Targets that are taken out of the reports, each with the reason why it decides nothing.
@@ -113,16 +108,8 @@ const DECIDE_NOTHING: &[(Figures, &str)] = &[
         "no program could trust the floor, a ring without checks; iceoryx2 is the peer that users have",
     ),
     (
-        figures("host path", "beside a bare ring"),
-        "no program could trust the floor, a ring without checks; iceoryx2 is the peer that users have",
-    ),
-    (
         figures("idle", "CPU of a process whose subscriber waits"),
         "a twentieth of a percent of one CPU",
-    ),
-    (
-        figures("growth", "listing a name"),
-        "a name is listed in five microseconds",
     ),
     (
         figures("attach", "by ticket, 1 GiB"),
