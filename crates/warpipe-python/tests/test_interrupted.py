@@ -20,6 +20,7 @@ import warpipe
 from conftest import LIMIT_SECONDS, state, stop, until
 from peers import keep_everything, process, said
 from test_processes import place  # noqa: F401
+from warpipe import _loop
 
 ROUNDS = 8
 # Items that the interpreter skips in one step, which takes so long that other threads are due to have it.
@@ -249,6 +250,34 @@ def test_a_frame_is_not_lost_wherever_an_interrupt_comes(link, how):
     for number, frame in interrupted_everywhere(
         how, subscriber, names, lambda n: publisher.send(np.array([n])), subscriber.receive
     ):
+        assert frame.numpy()[0] == number
+
+
+@pytest.mark.parametrize("how", ["await", "async iteration"])
+def test_a_frame_that_comes_behind_a_first_look_is_not_lost_wherever_an_interrupt_comes(link, how, monkeypatch):
+    (publisher, subscriber), due = link, []
+
+    def send():
+        publisher.send(np.array([due.pop()]))
+        until(lambda: select.select([subscriber], [], [], 0)[0], "the frame")
+
+    class Doorbell(_loop._EndpointDoorbell):
+        """A wait makes it once its first look has found nothing."""
+
+        def __init__(self, endpoint):
+            super().__init__(endpoint)
+            if due:
+                send()
+
+    def again():
+        # The interrupt may have come first.
+        if due:
+            send()
+        return subscriber.receive(LIMIT_SECONDS)
+
+    monkeypatch.setattr(_loop, "_EndpointDoorbell", Doorbell)
+    names = ("receive", "try_receive", "receive_async")
+    for number, frame in interrupted_everywhere(how, subscriber, names, due.append, again):
         assert frame.numpy()[0] == number
 
 

@@ -1,7 +1,8 @@
 """Waits in an event loop: it sleeps in its own poller, and nobody polls for it.
 
 Whatever waits looks, and sleeps until a descriptor rings. What is found is given out in the same step as the look, with
-no ``await`` in between: a wait that is cancelled has taken nothing.
+no ``await`` in between: a wait that is cancelled has taken nothing. Nor is there a call in between, before which the
+interpreter could run a signal's handler: one that raises would lose what was taken.
 """
 
 from __future__ import annotations
@@ -51,57 +52,38 @@ class _Hub:
     def __init__(self, key: tuple[int, Hashable], loop: asyncio.AbstractEventLoop, doorbell: Doorbell) -> None:
         self._key, self._loop, self._doorbell = key, loop, doorbell
         self._waiting: set[asyncio.Future[None]] = set()
-        # One of its own: the endpoint may be closed meanwhile, and then its number is the next
-        # one's.
-        self._descriptor = os.dup(doorbell.fileno())
+        self._descriptor = -1
         try:
+            # One of its own: the endpoint may be closed meanwhile, and then its number is the next one's.
+            self._descriptor = os.dup(doorbell.fileno())
             loop.add_reader(self._descriptor, self._ring)
-        except BaseException:
-            os.close(self._descriptor)
+        except BaseException as error:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            if isinstance(error, OSError):
+                # Another thread may have closed the endpoint, and another file have its number: that is the error then.
+                doorbell.fileno()
             raise
-
-    @staticmethod
-    def of(what: Hashable, doorbell: Callable[[], Doorbell]) -> _Hub:
-        """The hub of this loop for ``what``. While it has no waiter yet, the caller is about to be one."""
-        loop = asyncio.get_running_loop()
-        key = (id(loop), what)
-        hub = _hubs.get(key)
-        if hub is None:
-            rings = doorbell()
-            try:
-                hub = _hubs[key] = _Hub(key, loop, rings)
-            except OSError:
-                # Another thread may have closed it, and another file have its number: that is the error then.
-                rings.fileno()
-                raise
-        return hub
+        _hubs[key] = self
 
     def _ring(self) -> None:
-        # In this order: what rings from now on is about what comes after the look.
-        self._doorbell.quiet()
+        # Whatever waits looks in a later step: what rings from now on is about what comes after that look.
         self._wake()
+        self._doorbell.quiet()
 
     def _wake(self) -> None:
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def sleep(self, look: Callable[[], _Found | None], end: float, patience: float) -> tuple[_Found | None, bool]:
-        """Looks, and if nothing is there sleeps until it rings, for ``patience``, or until the end. Says whether that is."""
+    async def sleep(self, limit: float) -> None:
+        """Sleeps until it rings, for at most ``limit`` seconds."""
         waiter = self._loop.create_future()
-        # Entered before the look: what comes after the look rings.
         self._waiting.add(waiter)
         timer = None
         try:
-            found = look()
-            if found is not None:
-                return found, True
-            left = min(patience, end - time.monotonic())
-            if left <= 0:
-                return None, True
-            timer = self._loop.call_later(left, _settle, waiter)
+            timer = self._loop.call_later(limit, _settle, waiter)
             await waiter
-            return None, False
         finally:
             if timer is not None:
                 timer.cancel()
@@ -131,11 +113,16 @@ async def found(
     what: Hashable, doorbell: Callable[[], Doorbell], look: Callable[[], _Found | None], end: float, patience: float
 ) -> _Found | None:
     """Looks, and sleeps until it rings, until something is there; None if ``time.monotonic()`` is ``end`` before."""
-    here, is_over = look(), False
-    while here is None and not is_over:
-        here, is_over = await _Hub.of(what, doorbell).sleep(look, end, patience)
-        if here is None:
-            here = look()
+    while (here := look()) is None and (left := end - time.monotonic()) > 0:
+        loop = asyncio.get_running_loop()
+        hub = _hubs.get((id(loop), what))
+        if hub is None:
+            rings = doorbell()
+            # It rings for what comes from now on. There is nothing to undo yet if something has come.
+            if (here := look()) is not None:
+                break
+            hub = _Hub((id(loop), what), loop, rings)
+        await hub.sleep(min(left, patience))
     return here
 
 
