@@ -17,6 +17,7 @@ use crate::backoff::Backoff;
 use crate::error::{Error, HandshakeFault, NameFault, Result};
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::heartbeat::Uptime;
+use crate::runtime::reactor::Reactor;
 use crate::wait::{SLICE, Wait};
 
 /// How long an answer is polled for before the thread sleeps: a running server answers before this
@@ -97,6 +98,8 @@ impl ClientHandshake {
     /// Checks that the connected server belongs to the domain's owner.
     pub(crate) fn new(at: &Address<'_>, socket: PeerSocket) -> Result<ClientHandshake> {
         let (name, owner) = (at.name.to_string(), at.domain.owner());
+        // It watches the peer. That it cannot start is a shortage of this process, no peer's fault.
+        let _reactor = Reactor::of_process()?;
         let peer = Peer::of(socket.as_fd(), &name)?;
         if peer.uid != owner {
             let text = format!("uid {} listens in a domain of uid {owner}", peer.uid);

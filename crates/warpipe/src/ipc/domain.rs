@@ -155,7 +155,7 @@ impl Domain {
         let is_own = owner == rustix::process::geteuid().as_raw();
         let directory = open_domain(path, is_own)?;
         let stat = rustix::fs::fstat(&directory).map_err(|e| fail(format!("fstat: {e}")))?;
-        let failed = |e| fail(format!("the map of this user namespace: {e}"));
+        let failed = |error| Error::os("open", "/proc/self/uid_map", error);
         if os::is_unmapped_user(owner).map_err(failed)? {
             return Err(fail(format!(
                 "uid {owner} stands for every user that this user namespace does not map"

@@ -129,9 +129,9 @@ impl Peer {
             Errno::NOPROTOOPT => open_pidfd(credentials.pid),
             other => Err(other),
         });
-        let pidfd = pidfd.map_err(|error| match error.raw_os_error() {
-            libc::EMFILE | libc::ENFILE => Error::os("pidfd_open", name.to_string(), error),
-            _ => Error::handshake(name, HandshakeFault::Unwatchable(error.to_string())),
+        let pidfd = pidfd.map_err(|error| match os::is_shortage(error) {
+            true => Error::os("pidfd_open", name.to_string(), error),
+            false => Error::handshake(name, HandshakeFault::Unwatchable(error.to_string())),
         })?;
         let id = ProcessId::of(pidfd.as_fd(), credentials.pid);
         let (pid, uid, gid) = (credentials.pid, credentials.uid, credentials.gid);

@@ -10,7 +10,7 @@ use super::descriptors::{
     leave_descriptors, raise_descriptor_limit, set_soft, settled_descriptors,
 };
 use super::publisher_handshake::hello;
-use super::stage::{LONG, Scratch, eventually, hear, in_a_forked_child, packet, send_raw};
+use super::stage::{LONG, Scratch, alone, eventually, hear, in_a_forked_child, packet, send_raw};
 use crate::ipc::Kind;
 use crate::ipc::message::{self, Message, Received};
 use crate::{
@@ -116,6 +116,33 @@ fn a_subscriber_without_room_in_its_process_is_told_so_and_may_come_again() {
         let is_told = is_peers || error.is_descriptor_limit();
         raise_descriptor_limit();
         is_told && subscribe().is_ok()
+    });
+}
+
+/// Whether an error says that descriptors lack, here or at the peer.
+fn tells_of_descriptors(error: &Error) -> bool {
+    let at_peer = |fault: &HandshakeFault| matches!(fault, HandshakeFault::NoRoom(_));
+    error.is_descriptor_limit() || matches!(error, Error::Handshake { fault, .. } if at_peer(fault))
+}
+
+#[test]
+fn a_domain_and_the_first_subscriber_of_a_process_without_descriptors_say_what_they_lack() {
+    let test =
+        "a_domain_and_the_first_subscriber_of_a_process_without_descriptors_say_what_they_lack";
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let _publisher = scratch.publisher(|it| it);
+        for spare in 0..=24 {
+            in_a_forked_child(|| {
+                leave_descriptors(spare);
+                let opened = Domain::at(&scratch.path).and_then(|domain| {
+                    Subscriber::open("a", domain.on(&Device::host()), Duration::ZERO)
+                });
+                let is_told = opened.as_ref().map_or_else(tells_of_descriptors, |_| true);
+                eprintln!("{spare} spare: {:?}", opened.err().map(|it| it.to_string()));
+                is_told
+            });
+        }
     });
 }
 
