@@ -157,7 +157,7 @@ fn connecting_to_a_member_waits_for_another_thread_that_does_no_longer_than_its_
         .release(&first)
         .unwrap();
     // As a thread does when its member does not answer.
-    let connecting = member.local.block_connecting();
+    let connecting = member.local.block_connecting(CREATOR);
     let (semaphore, on) = (member.clone(), second.clone());
     let late = in_time(move || semaphore.acquire(&on, SHORT).unwrap_err());
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
@@ -178,7 +178,7 @@ fn an_acquire_is_held_up_by_a_member_that_does_not_answer_only_until_its_work_is
     first.call(move || assert!(wait.recv().is_err())).unwrap();
     let permit = creator.acquire(&first, PATIENCE).unwrap();
     permit.release(&first).unwrap();
-    let connecting = member.local.block_connecting();
+    let connecting = member.local.block_connecting(CREATOR);
     let start = Instant::now();
     let acquiring = std::thread::spawn(move || member.acquire(&second, PATIENCE).map(drop));
     eventually("it has the permit", || creator.state().available == 0);
@@ -186,6 +186,23 @@ fn an_acquire_is_held_up_by_a_member_that_does_not_answer_only_until_its_work_is
     acquiring.join().unwrap().unwrap();
     assert!(start.elapsed() < PATIENCE / 2, "nothing is owed");
     drop(connecting);
+}
+
+#[test]
+fn a_member_that_does_not_answer_holds_up_no_connection_to_another_one() {
+    let (stage, device) = (Stage::new("other"), Device::host());
+    let (creator, silent) = stage.both(&device, 1);
+    let member = Semaphore::open("turns", stage.domain.on(&device), Duration::ZERO).unwrap();
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let (go, wait) = mpsc::channel::<()>();
+    first.call(move || assert!(wait.recv().is_err())).unwrap();
+    let permit = member.acquire(&first, PATIENCE).unwrap();
+    permit.release(&first).unwrap();
+    let connecting = creator.local.block_connecting(silent.local.member);
+    let permit = creator.acquire(&second, PATIENCE).unwrap();
+    drop((go, connecting));
+    permit.release(&second).unwrap();
+    second.synchronize(PATIENCE).unwrap();
 }
 
 /// Has a creator connect to a member that does not answer, and owes a signal until the sender is

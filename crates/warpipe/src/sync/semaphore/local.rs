@@ -1,6 +1,7 @@
 //! The state that one process's handles and permits of a semaphore share. **This module is marked
 //! for unsafe**: it passes words for streams to the device.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Condvar, Mutex};
@@ -62,21 +63,22 @@ pub(super) struct LocalSemaphore {
     pub(super) role: Option<SemaphoreRole>,
 }
 
-/// The attempt to connect to members.
+/// The attempts to connect to members.
 #[derive(Debug, Default)]
 struct Connecting {
-    /// A thread is at it.
-    is_running: bool,
-    /// Why the last one failed, until a caller is told.
+    /// The members that a thread is at, which is an owner of the semaphore.
+    members: BTreeSet<u32>,
+    /// Why the last one that failed did, until a caller is told.
     error: Option<Error>,
 }
 
-/// The one thread that connects. Its attempt is over when this is dropped, also by a panic.
-pub(super) struct ConnectingThread(Arc<LocalSemaphore>);
+/// The one thread that connects to a member. Its attempt is over when this is dropped, also by a
+/// panic.
+pub(super) struct ConnectingThread(Arc<LocalSemaphore>, u32);
 
 impl Drop for ConnectingThread {
     fn drop(&mut self) {
-        self.0.connecting.locked().is_running = false;
+        self.0.connecting.locked().members.remove(&self.1);
         self.0.connected.notify_all();
     }
 }
@@ -224,18 +226,22 @@ impl LocalSemaphore {
             }
             Ok(is_connected)
         };
-        let is_running = |connecting: &mut Connecting| connecting.is_running;
         wait.until(what, is_connected, |slice| {
+            let awaited = self.unconnected_signallers(permit);
+            let is_running = |connecting: &mut Connecting| {
+                let mut all = awaited.iter();
+                !awaited.is_empty() && all.all(|it| connecting.members.contains(it))
+            };
             let (connecting, slice) = (self.connecting.locked(), slice.min(RETRY_INTERVAL));
             drop((self.connected).wait_timeout_while(connecting, slice, is_running));
         })
     }
 
-    /// Keeps this process from connecting to members.
+    /// Keeps this process from connecting to a member.
     #[cfg(test)]
-    pub(super) fn block_connecting(self: &Arc<Self>) -> ConnectingThread {
-        self.connecting.locked().is_running = true;
-        ConnectingThread(self.clone())
+    pub(super) fn block_connecting(self: &Arc<Self>, member: u32) -> ConnectingThread {
+        self.connecting.locked().members.insert(member);
+        ConnectingThread(self.clone(), member)
     }
 
     /// The members that are to signal this permit, and that this process's streams cannot wait for
@@ -246,46 +252,50 @@ impl LocalSemaphore {
         signallers.filter(|&it| !self.is_connected_to(it)).collect()
     }
 
-    /// Starts to connect to members on a thread of its own, one at a time: they may be stopped. One
-    /// that owes no signal any more is connected to, too: else each hand-over would start a thread.
+    /// Starts to connect to members, each on a thread of its own: one may be stopped. One that owes
+    /// no signal any more is connected to, too: else each hand-over would start a thread.
     ///
     /// # Errors
     /// Why the last member could not be connected: reported once.
     pub(super) fn start_connecting(self: &Arc<Self>, members: Vec<u32>) -> Result<()> {
-        let mut connecting = self.connecting.locked();
-        if let Some(error) = connecting.error.take() {
-            return Err(error);
+        for member in members {
+            // An owner first: no thread finds more threads than owners.
+            let local = self.clone();
+            let mut connecting = self.connecting.locked();
+            if let Some(error) = connecting.error.take() {
+                return Err(error);
+            }
+            if !connecting.members.insert(member) {
+                continue;
+            }
+            drop(connecting);
+            let thread = ConnectingThread(local, member);
+            let connect = move || {
+                if let Err(error) = thread.0.connect_in_time(member) {
+                    thread.0.connecting.locked().error = Some(error);
+                }
+            };
+            Thread::start("warpipe-connect", connect).map(drop)?;
         }
-        if std::mem::replace(&mut connecting.is_running, true) {
-            return Ok(());
-        }
-        drop(connecting);
-        let thread = ConnectingThread(self.clone());
-        let connect = move || {
-            let result = thread.0.connect_all(&members);
-            thread.0.connecting.locked().error = result.err();
-        };
-        Thread::start("warpipe-connect", connect).map(drop)
+        Ok(())
     }
 
-    /// Connects to members; gives up one that does not answer, and all once this thread is the last
-    /// owner.
-    fn connect_all(self: &Arc<Self>, members: &[u32]) -> Result<()> {
+    /// Connects to a member; gives up one that does not answer, and each once such threads are the
+    /// only owners.
+    fn connect_in_time(self: &Arc<Self>, member: u32) -> Result<()> {
         let start = Instant::now();
-        for &member in members {
-            let is_late = || {
-                let elapsed = start.elapsed();
-                elapsed >= REPLY_TIMEOUT
-                    || elapsed >= SETTLED_TIMEOUT && !self.shared_page.owes_signal(member)
-                    || Arc::strong_count(self) == 1
+        let is_late = || {
+            let elapsed = start.elapsed();
+            elapsed >= REPLY_TIMEOUT
+                || elapsed >= SETTLED_TIMEOUT && !self.shared_page.owes_signal(member)
+                || self.connecting.locked().members.len() >= Arc::strong_count(self)
+        };
+        let mut is_settled = self.is_connected_to(member);
+        while !is_settled && !is_late() {
+            is_settled = match self.connect(member, &is_late) {
+                Err(Error::Timeout { .. }) => false,
+                settled => settled?,
             };
-            let mut is_settled = self.is_connected_to(member);
-            while !is_settled && !is_late() {
-                is_settled = match self.connect(member, &is_late) {
-                    Err(Error::Timeout { .. }) => false,
-                    settled => settled?,
-                };
-            }
         }
         Ok(())
     }

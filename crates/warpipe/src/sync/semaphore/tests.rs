@@ -57,7 +57,7 @@ fn a_try_does_not_wait_to_connect_to_the_last_holder_and_holds_no_permit_meanwhi
     busy.call(move || assert!(held.recv().is_err())).unwrap();
     member.acquire(&busy, WAIT).unwrap().release(&busy).unwrap();
     // As during a last holder's stop.
-    let connecting = creator.local.block_connecting();
+    let connecting = creator.local.block_connecting(member.local.member);
     for _ in 0..3 {
         assert!(
             creator
@@ -122,7 +122,7 @@ fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_unknown() {
     own.release(&busy).unwrap();
     others.release(&busy).unwrap();
     // The other member does not respond.
-    let connecting = creator.local.block_connecting();
+    let connecting = creator.local.block_connecting(member.local.member);
     creator.local.hint.store(unknown, Relaxed);
     let permit = creator
         .acquire(&stream, Duration::ZERO)
