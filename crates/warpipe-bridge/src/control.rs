@@ -55,8 +55,8 @@ struct Peer {
     hello: Option<KnownHello>,
     exports: HashMap<String, ExportLane>,
     imports: Vec<ImportLane>,
-    /// Names that rest until then.
-    rests: HashMap<String, Instant>,
+    /// Names that rest until then, and why their lanes ended, for a while longer.
+    rests: HashMap<String, (Instant, String)>,
     /// Sources for which it waits, since the last look: their names and generations.
     questions: Vec<(String, Id)>,
 }

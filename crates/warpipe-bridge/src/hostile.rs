@@ -2,13 +2,14 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use warpipe::{DType, Device, Domain, Layout, Subscriber, Worker, new_generation};
+use warpipe::{DType, Device, Domain, Layout, Publisher, Subscriber, Worker, new_generation};
 use warpipe_testkit::{refuse_calls, this_program};
 use zenoh::Wait;
 use zenoh::bytes::ZBytes;
@@ -1028,4 +1029,49 @@ fn a_sandbox_that_refuses_random_numbers_has_lanes() {
     peer.send(Message::Begin { lane, purpose });
     // A lane of results, with a number of its own.
     peer.wait(|message| matches!(message, Message::Begin { .. }).then_some(()));
+}
+
+#[test]
+fn a_lane_that_a_peer_refuses_again_and_again_is_told_of_once_for_each_reason() {
+    const DOMAIN: &str = "WARPIPE_TEST_DOMAIN";
+    let test =
+        "hostile::a_lane_that_a_peer_refuses_again_and_again_is_told_of_once_for_each_reason";
+    if let Ok(domain) = std::env::var(DOMAIN) {
+        let domain = Domain::at(domain).unwrap();
+        let _source = Publisher::new("camera/front", domain.on(&Device::host())).unwrap();
+        std::io::stdin().read_line(&mut String::new()).unwrap();
+        return;
+    }
+    let world = World::new();
+    let mut source = this_program();
+    source
+        .args(["--exact", test])
+        .env(DOMAIN, world.domain.path());
+    let mut source = source.stdin(Stdio::piped()).spawn().unwrap();
+    let peer = world.peer(1);
+    for reason in [
+        "it comes from elsewhere",
+        "it comes from elsewhere",
+        "no room",
+    ] {
+        let lane = peer.wait(|message| match message {
+            Message::Begin { lane, .. } => Some(lane),
+            _ => None,
+        });
+        let reason = reason.into();
+        peer.send(Message::Stop { lane, reason });
+    }
+    let mut ends = Vec::new();
+    while !ends
+        .last()
+        .is_some_and(|end: &String| end.ends_with("no room"))
+    {
+        let notice = world.bridge.next_notice(LONG).expect("it is told of");
+        if let Notice::ExportEnded { reason, .. } = notice {
+            ends.push(reason);
+        }
+    }
+    drop(source.stdin.take());
+    assert!(source.wait().unwrap().success());
+    assert_eq!(ends.len(), 2, "{ends:?}");
 }

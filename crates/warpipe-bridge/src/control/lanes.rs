@@ -18,6 +18,9 @@ use crate::message::{End, Id, Message, Purpose, bounded, is_made_by_bridges};
 use crate::session::Outbox;
 use crate::status::Notice;
 
+/// How long the reason for which a lane ended is known, beyond the rest of its name: more than a
+/// peer may take to refuse the next one.
+const REASON_KEPT: Duration = Duration::from_secs(30);
 /// How long the name of something that is no publisher is left alone.
 const OTHER_KIND_REST: Duration = Duration::from_secs(5);
 
@@ -133,7 +136,7 @@ impl Control {
         let rests = peer
             .rests
             .get(name)
-            .is_some_and(|&until| Instant::now() < until);
+            .is_some_and(|(until, _)| Instant::now() < *until);
         let wants = known.imports.iter().any(|pattern| pattern.matches(name));
         let is_full = peer.exports.len() >= LANES_PER_PEER_MAX;
         if !wants || rests || is_full || peer.exports.contains_key(name) {
@@ -169,7 +172,8 @@ impl Control {
                 peer.exports.insert(name.to_owned(), lane);
             }
             Err(_) => {
-                peer.rests.insert(name.to_owned(), Instant::now() + RETRY);
+                let rest = (Instant::now() + RETRY, String::new());
+                peer.rests.insert(name.to_owned(), rest);
                 self.forget_sender(&sender.lane);
             }
         }
@@ -354,12 +358,19 @@ impl Control {
                 let result = lane.work.thread.join();
                 if matches!(&result, Ok(Err(error)) if is_no_publisher(error)) {
                     // A queue or a pool, say, which a wide pattern matches too.
-                    peer.rests.insert(name, Instant::now() + OTHER_KIND_REST);
+                    let rest = (Instant::now() + OTHER_KIND_REST, String::new());
+                    peer.rests.insert(name, rest);
                     unsaid.push(lane.sender.lane);
                     continue;
                 }
                 let (reason, rest) = export_reason(&lane.sender, result);
-                peer.rests.insert(name.clone(), Instant::now() + rest);
+                let rest = (Instant::now() + rest, reason.clone());
+                let before = peer.rests.insert(name.clone(), rest);
+                if !lane.is_told && before.is_some_and(|(_, before)| before == reason) {
+                    // Said when it ended so before.
+                    unsaid.push(lane.sender.lane);
+                    continue;
+                }
                 ended.push((
                     lane.sender.lane,
                     Notice::ExportEnded {
@@ -391,7 +402,8 @@ impl Control {
                     },
                 ));
             }
-            peer.rests.retain(|_, until| Instant::now() < *until);
+            peer.rests
+                .retain(|_, (until, _)| Instant::now() < *until + REASON_KEPT);
         }
         // A name without a source any more gives its place back: no lane and no publisher has it.
         self.imports
