@@ -283,6 +283,26 @@ def test_two_loops_wait_for_one_worker(queue, worker):
     assert len(done) == 100
 
 
+def test_a_job_that_ends_wakes_no_other_wait(queue, worker, nothing_but_rings, monkeypatch):
+    looks, poll = [], warpipe._warpipe._Future._poll
+
+    def counted(handle):
+        looks.append(handle)
+        return poll(handle)
+
+    async def go():
+        waiting = [asyncio.create_task(of(queue.submit(b"x"))) for _ in range(SOME)]
+        await asleep(waiting[-1])
+        for task in waiting:
+            worker.lease(LIMIT_SECONDS).complete()
+            (await task).release()
+
+    monkeypatch.setattr(warpipe._warpipe._Future, "_poll", counted)
+    run(go())
+    # Before its sleep, behind it, and once more for the one that makes the doorbell.
+    assert len(looks) <= 2 * SOME + 1
+
+
 def test_changes_of_members_come_in_a_loop(domain, nothing_but_rings):
     async def go():
         seen = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import select
@@ -279,6 +280,51 @@ def test_a_frame_that_comes_behind_a_first_look_is_not_lost_wherever_an_interrup
     names = ("receive", "try_receive", "receive_async")
     for number, frame in interrupted_everywhere(how, subscriber, names, due.append, again):
         assert frame.numpy()[0] == number
+
+
+def test_a_loop_whose_wait_is_interrupted_anywhere_sleeps_on(link, monkeypatch):
+    (publisher, subscriber), places, rung, ring = link, set(), [], _loop._Hub._ring
+
+    def counted(hub):
+        rung.append(hub)
+        ring(hub)
+
+    def polled():
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            # The folder's own is closed by now.
+            with contextlib.suppress(FileNotFoundError):
+                found += ["eventpoll" in os.readlink(f"/proc/self/fd/{name}")]
+        return sum(found)
+
+    def receive():
+        return loop.run_until_complete(subscriber.receive_async(LIMIT_SECONDS))
+
+    monkeypatch.setattr(_loop._Hub, "_ring", counted)
+    loop, is_interrupted = asyncio.new_event_loop(), True
+    loop.set_exception_handler(lambda *_: None)
+    # What it makes once.
+    subscriber.fileno()
+    before = polled()
+    while is_interrupted:
+        sends = threading.Timer(0.005, publisher.send, [b"x"])
+        sends.start()
+        found, is_interrupted = interrupted_elsewhere(places, receive)
+        sends.join()
+        if found is not None:
+            publisher.send(b"x")
+        # Something is there, and nobody waits for it.
+        until(lambda: select.select([subscriber], [], [], 0)[0], "the frame")
+        rung.clear()
+        for _ in range(20):
+            loop.run_until_complete(asyncio.sleep(0))
+        assert len(rung) <= 2, places
+        assert subscriber.receive(LIMIT_SECONDS)
+    rung.clear()
+    loop.close()
+    del loop
+    gc.collect()
+    assert polled() == before
 
 
 @everywhere

@@ -51,7 +51,8 @@ class _Hub:
 
     def __init__(self, key: tuple[int, Hashable], loop: asyncio.AbstractEventLoop, doorbell: Doorbell) -> None:
         self._key, self._loop, self._doorbell = key, loop, doorbell
-        self._waiting: set[asyncio.Future[None]] = set()
+        # With each waiter, whether a ring may be for it.
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._descriptor = -1
         try:
             # One of its own: the endpoint may be closed meanwhile, and then its number is the next one's.
@@ -67,19 +68,25 @@ class _Hub:
         _hubs[key] = self
 
     def _ring(self) -> None:
-        # Whatever waits looks in a later step: what rings from now on is about what comes after that look.
-        self._wake()
-        self._doorbell.quiet()
+        try:
+            self._doorbell.quiet()
+        finally:
+            # What comes from here on rings again.
+            self._wake()
+        self._close_unless_waited_for()
 
     def _wake(self) -> None:
-        for waiter in self._waiting:
-            if not waiter.done():
+        for waiter, is_worth_a_look in list(self._waiting.items()):
+            if waiter.done():
+                # It leaves before the next ring, unless a signal's handler has kept it from that.
+                self._waiting.pop(waiter, None)
+            elif is_worth_a_look():
                 waiter.set_result(None)
 
-    async def sleep(self, limit: float) -> None:
-        """Sleeps until it rings, for at most ``limit`` seconds."""
+    async def sleep(self, limit: float, is_worth_a_look: Callable[[], bool]) -> None:
+        """Sleeps until it rings and a look is worth it, for at most ``limit`` seconds."""
         waiter = self._loop.create_future()
-        self._waiting.add(waiter)
+        self._waiting[waiter] = is_worth_a_look
         timer = None
         try:
             timer = self._loop.call_later(limit, _settle, waiter)
@@ -87,10 +94,10 @@ class _Hub:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._leave(waiter)
+            self._waiting.pop(waiter, None)
+            self._close_unless_waited_for()
 
-    def _leave(self, waiter: asyncio.Future[None]) -> None:
-        self._waiting.discard(waiter)
+    def _close_unless_waited_for(self) -> None:
         if not self._waiting and self._descriptor >= 0:
             if _hubs.get(self._key) is self:
                 del _hubs[self._key]
@@ -109,10 +116,22 @@ def _settle(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
+def _always() -> bool:
+    return True
+
+
 async def found(
-    what: Hashable, doorbell: Callable[[], Doorbell], look: Callable[[], _Found | None], end: float, patience: float
+    what: Hashable,
+    doorbell: Callable[[], Doorbell],
+    look: Callable[[], _Found | None],
+    end: float,
+    patience: float,
+    is_worth_a_look: Callable[[], bool] = _always,
 ) -> _Found | None:
-    """Looks, and sleeps until it rings, until something is there; None if ``time.monotonic()`` is ``end`` before."""
+    """Looks, and sleeps until it rings, until something is there; None if ``time.monotonic()`` is ``end`` before.
+
+    Of many waits for one doorbell a ring wakes those alone for which ``is_worth_a_look``.
+    """
     while (here := look()) is None and (left := end - time.monotonic()) > 0:
         loop = asyncio.get_running_loop()
         hub = _hubs.get((id(loop), what))
@@ -122,7 +141,7 @@ async def found(
             if (here := look()) is not None:
                 break
             hub = _Hub((id(loop), what), loop, rings)
-        await hub.sleep(min(left, patience))
+        await hub.sleep(min(left, patience), is_worth_a_look)
     return here
 
 

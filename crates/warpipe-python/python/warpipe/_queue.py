@@ -28,7 +28,7 @@ async def outcome_of(future: _warpipe._Future) -> _warpipe.JobResult:
     """Waits for a job's result, or a reply, in the running event loop. Cancelling it loses nothing."""
     end = future.deadline_ns / 1e9 if isinstance(future, _warpipe.Pending) else float("inf")
     while True:
-        outcome = await found(future._queue, future._watch, future._poll, end, _PATIENCE_SECONDS)
+        outcome = await found(future._queue, future._watch, future._poll, end, _PATIENCE_SECONDS, future.done)
         if outcome is not None:
             return outcome
         # At its deadline the next look raises; until then it is a rounding's time away.
