@@ -301,11 +301,12 @@ def test_a_loop_whose_wait_is_interrupted_anywhere_sleeps_on(link, monkeypatch):
         return loop.run_until_complete(subscriber.receive_async(LIMIT_SECONDS))
 
     monkeypatch.setattr(_loop._Hub, "_ring", counted)
-    loop, is_interrupted = asyncio.new_event_loop(), True
-    loop.set_exception_handler(lambda *_: None)
     # What it makes once.
     subscriber.fileno()
+    gc.collect()
     before = polled()
+    loop, is_interrupted = asyncio.new_event_loop(), True
+    loop.set_exception_handler(lambda *_: None)
     while is_interrupted:
         sends = threading.Timer(0.005, publisher.send, [b"x"])
         sends.start()

@@ -56,7 +56,8 @@ class _Hub:
         self._descriptor = -1
         try:
             # One of its own: the endpoint may be closed meanwhile, and then its number is the next one's.
-            self._descriptor = os.dup(doorbell.fileno())
+            # Taken as items of receivers are.
+            (self._descriptor,) = map(os.dup, (doorbell.fileno(),))
             loop.add_reader(self._descriptor, self._ring)
         except BaseException as error:
             if self._descriptor >= 0:
@@ -102,8 +103,8 @@ class _Hub:
             if _hubs.get(self._key) is self:
                 del _hubs[self._key]
             self._loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
 
 
 # A hub holds its loop and what it is of, so their identities stay their own. A loop that is given
