@@ -30,6 +30,9 @@ use crate::wait::{
 /// The default limit of a subscriber's receive.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a try waits for another thread's: one that has the endpoint for longer waits for an item.
+const TURN: Duration = Duration::from_millis(1);
+
 /// The library's endpoint.
 #[derive(Debug)]
 enum Source {
@@ -105,11 +108,10 @@ impl Receiver {
     fn ask<A: Send>(
         &self,
         py: Python<'_>,
-        work: impl Fn(&Shared, &mut Source) -> A + Send + Sync,
+        work: impl Fn(&mut Source) -> A + Send + Sync,
     ) -> PyResult<A> {
         let said = in_slices(py, None, |slice| {
-            let shared = self.handle.get()?;
-            Ok(shared.source.with(slice, |source| work(&shared, source)))
+            Ok(self.handle.get()?.source.with(slice, |source| work(source)))
         })?;
         Ok(said.ok_or_else(|| late("its turn".into(), None))?)
     }
@@ -289,7 +291,7 @@ impl Receiver {
     ///
     /// Raises ``ClosedError``.
     fn _facts(&self, py: Python<'_>) -> PyResult<(Option<&'static str>, Option<i32>, u64)> {
-        self.ask(py, |_, source| match source {
+        self.ask(py, |source| match source {
             Source::Subscriber(subscriber) => {
                 let publisher = subscriber.publisher();
                 let state = publisher.as_ref().map(|it| word_of(it.state));
@@ -312,13 +314,13 @@ impl Receiver {
         self.next_within(py, Some(Duration::ZERO), waited.0)
     }
 
-    /// The next item if there is one, else None.
+    /// The next item if there is one, else None; also while another thread waits for one.
     fn _try(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
-        let look = |shared: &Shared, source: &mut Source| {
-            let found = self.look(shared, source, Duration::ZERO);
-            Outcome::Ok(found.optional()?)
-        };
-        let found = self.ask(py, look)??;
+        let found = py.detach(|| -> Outcome<_> {
+            let shared = self.handle.get()?;
+            let look = |source: &mut Source| self.look(&shared, source, Duration::ZERO).optional();
+            Ok(shared.source.with(TURN, look).transpose()?.flatten())
+        })?;
         found.map(|found| self.give(py, found)).transpose()
     }
 
@@ -328,7 +330,7 @@ impl Receiver {
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
-        self.ask(py, |_, source| match source {
+        self.ask(py, |source| match source {
             Source::Subscriber(subscriber) => subscriber.as_fd().as_raw_fd(),
             Source::Worker(worker) => worker.as_fd().as_raw_fd(),
             Source::Server(server) => server.as_fd().as_raw_fd(),

@@ -3,13 +3,15 @@
 Threads are switched as often as the interpreter can; on one without a lock of its own they run at the same time.
 """
 
+import contextlib
 import sys
 import sysconfig
 import threading
+import time
 
 import numpy as np
 import pytest
-from conftest import LIMIT_SECONDS
+from conftest import LIMIT_SECONDS, state, until
 
 import warpipe
 
@@ -69,6 +71,34 @@ def test_a_frame_is_read_by_many_while_one_releases_it(link, device):
         read, late = at_once(lambda index, frame=frame: use(index, frame))
         assert {each for each in read if each is not None} <= {bytes([number]) * 64}
         assert {type(error) for error in late} <= {warpipe.ReleasedError}
+
+
+@pytest.mark.parametrize("kind", ["subscriber", "worker", "server"])
+def test_a_try_does_not_wait_for_a_thread_that_waits(link, domain, device, kind):
+    found, took, sent = [], [], []
+    with warpipe.Queue("jobs", domain=domain, device=device, prefetch=8) as queue, contextlib.ExitStack() as open_ends:
+        if kind == "subscriber":
+            end = link[1]
+            wait, attempt, come = end.receive, end.try_receive, lambda: link[0].send(b"x")
+        elif kind == "worker":
+            end = open_ends.enter_context(warpipe.Worker("jobs", domain=domain, device=device))
+            wait, attempt, come = end.lease, end.try_lease, lambda: queue.submit(b"x")
+        else:
+            end = open_ends.enter_context(warpipe.Server("embed", domain=domain, device=device))
+            client = open_ends.enter_context(warpipe.Client("embed", domain=domain, device=device, prefetch=8))
+            wait, attempt, come = end.accept, end.try_accept, lambda: sent.append(client.request(b"x"))
+        for number in range(5):
+            waiting = threading.Thread(target=lambda: found.append(wait(LIMIT_SECONDS)))
+            waiting.start()
+            until(lambda thread=waiting: state("self", thread.native_id) == "S", "the wait")
+            begun = time.monotonic()
+            assert attempt() is None
+            took.append(time.monotonic() - begun)
+            come()
+            waiting.join(LIMIT_SECONDS)
+            assert len(found) == number + 1
+    # A thread that waits has the endpoint for 50 ms at a time.
+    assert sorted(took)[2] < 0.02
 
 
 def test_a_lease_is_answered_once(domain, device):

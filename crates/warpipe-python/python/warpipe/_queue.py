@@ -241,7 +241,7 @@ class Worker(Receiver[_warpipe.Lease]):
         return self._take(timeout)
 
     def try_lease(self) -> _warpipe.Lease | None:
-        """The next job if there is one, else None.
+        """The next job if there is one, else None; also while another thread waits for one.
 
         Raises as ``lease``, without the timeout.
         """
@@ -396,7 +396,8 @@ class Server(Receiver[_warpipe.Lease]):
         return self._take(timeout)
 
     def try_accept(self) -> _warpipe.Lease | None:
-        """The next request if there is one, else None. It attaches to new clients as ``accept`` does.
+        """The next request if there is one, else None; also while another thread waits for one. It attaches to new
+        clients as ``accept`` does.
 
         Raises as ``accept``, without the timeout.
         """

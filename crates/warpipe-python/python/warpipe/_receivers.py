@@ -146,7 +146,7 @@ class Subscriber(Receiver[_warpipe.Sample]):
         return self._take(timeout)
 
     def try_receive(self) -> _warpipe.Sample | None:
-        """The next frame if there is one, else None.
+        """The next frame if there is one, else None; also while another thread waits for one.
 
         Raises as ``receive``, without the timeout.
         """
