@@ -369,6 +369,12 @@ def test_a_tensor_of_a_dead_sender_is_reported_where_its_memory_went_with_it(dev
             until(lambda: carried.check(tensor), "the error")
 
 
+@pytest.mark.parametrize("other", [3, None, "a tensor", [torch.zeros(2)]])
+def test_what_is_no_tensor_is_not_checked(other):
+    with pytest.raises(warpipe.NotATensorError, match=type(other).__name__):
+        warpipe.torch.check(other)
+
+
 @kills
 def test_a_tensor_of_a_pool_stays_valid_after_its_sender(device):
     if device.kind == "host":

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from . import _messages, _warpipe
 from ._allocations import TABLE, Opened, Options, Token, memory_for_copy
-from ._errors import ArgumentError, CapturingError, CopyWarning
+from ._errors import ArgumentError, CapturingError, CopyWarning, NotATensorError
 
 __all__ = ["SharedTensors", "check", "install", "pool", "stats", "uninstall"]
 
@@ -128,8 +128,10 @@ def stats() -> SharedTensors:
 def check(tensor: Any) -> None:
     """Raises ``PeerGoneError`` if the tensor was received, and its memory went with the process that sent it.
 
-    Memory of PyTorch's default segments does; that of expandable segments stays.
+    Memory of PyTorch's default segments does; that of expandable segments stays. Raises ``NotATensorError``.
     """
+    if not isinstance(tensor, _torch().Tensor):
+        raise NotATensorError(f"tensor is a {type(tensor).__name__}; give a tensor of PyTorch")
     received = TABLE.received(_key(tensor.untyped_storage()))
     if received is not None:
         received.check()
