@@ -230,6 +230,7 @@ def result(self: _Future, timeout: float | None = None) -> _warpipe.JobResult:
     Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all attempts failed,
     ``RejectedError``; ``concurrent.futures.CancelledError``; ``DeadlinePassedError`` (a TimeoutError) of a request;
     ``NoSuchJobError`` when ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
+    ``await`` raises the same: an ``asyncio.CancelledError`` is of the task that awaits.
     """
     outcome = self._outcome(timeout)
     if isinstance(outcome, BaseException):

@@ -683,6 +683,7 @@ class _Future(Future[JobResult]):
         Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all attempts failed,
         ``RejectedError``; ``concurrent.futures.CancelledError``; ``DeadlinePassedError`` (a TimeoutError) of a request;
         ``NoSuchJobError`` when ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
+        ``await`` raises the same: an ``asyncio.CancelledError`` is of the task that awaits.
         """
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits as ``result``, and gives the exception that it raises; None if there is a result.
