@@ -155,6 +155,12 @@ def state(process, thread):
         return stat.read().rpartition(")")[2].split()[0]
 
 
+def sleeps(thread):
+    """How often the thread has gone to sleep."""
+    with open(f"/proc/self/task/{thread}/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("voluntary"))
+
+
 def stop(child):
     """Until all its threads have stopped, one of them can still answer a peer."""
     os.kill(child.pid, signal.SIGSTOP)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import warpipe
-from conftest import LIMIT_SECONDS, state, stop, until
+from conftest import LIMIT_SECONDS, sleeps, state, stop, until
 from peers import keep_everything, process, said
 from test_processes import place  # noqa: F401
 from warpipe import _loop
@@ -65,12 +65,6 @@ def a_handler_that_raises(number, first):
 
 def is_asleep(thread):
     return state("self", thread) == "S"
-
-
-def sleeps(thread):
-    """How often the thread has gone to sleep."""
-    with open(f"/proc/self/task/{thread}/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("voluntary"))
 
 
 def interrupted_by(wait, arrival, handler=lambda: None, by=signal.SIGUSR1, slices=0, ahead=lambda: None):
