@@ -260,7 +260,8 @@ def test_no_exit_code_is_lost_while_other_threads_look_at_processes(start):
     looking.start()
     try:
         workers = start(functools.partial(places.exit_with, 7), count=2, deaths_max=None)
-        until(lambda: len(workers.deaths) >= 60, "deaths")
+        for number in range(60):
+            until(lambda: len(workers.deaths) > number, "a death")  # noqa: B023
     finally:
         is_over.set()
         looking.join()
