@@ -156,6 +156,8 @@ def send_again(pipe, domain, device):
     """Sends one block, again and again, as long as it is asked to."""
     configure(domain)
     block = plain(warpipe.Device(device))
+    # One storage all the time: by itself it would be another one whenever its last share is over.
+    _exported = TABLE.export(Source(block))
     pipe.send("ready")
     while pipe.recv():
         pipe.send(block)
