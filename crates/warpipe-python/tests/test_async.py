@@ -438,17 +438,18 @@ def test_a_cancelled_await_of_a_request_leaves_the_reply_to_the_next(client, ser
     assert run(go()) == [0, 1]
 
 
-def test_a_loop_that_is_closed_in_the_middle_leaves_nothing_behind(queue, worker, server, link):
-    def descriptors():
-        """Without those of memory, which a thread of the library opens and closes when it comes to it."""
-        gc.collect()
-        count = 0
-        with os.scandir("/proc/self/fd") as files:
-            for file in files:
-                with contextlib.suppress(FileNotFoundError):
-                    count += not os.readlink(file).startswith("/memfd:")
-        return count
+def descriptors():
+    """Without those of memory, which a thread of the library opens and closes when it comes to it."""
+    gc.collect()
+    count = 0
+    with os.scandir("/proc/self/fd") as files:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                count += not os.readlink(file).startswith("/memfd:")
+    return count
 
+
+def test_a_loop_that_is_closed_in_the_middle_leaves_nothing_behind(queue, worker, server, link):
     _publisher, subscriber = link
     # What each makes once.
     for endpoint in (worker, server, subscriber):
@@ -474,11 +475,11 @@ def test_a_loop_that_is_closed_in_the_middle_leaves_nothing_behind(queue, worker
 
 def test_a_wait_in_a_loop_that_polls_no_descriptors_leaves_none_open(worker):
     async def go():
-        before = len(os.listdir("/proc/self/fd"))
+        before = descriptors()
         asyncio.get_running_loop().add_reader = None
         with pytest.raises(TypeError):
             await worker.lease_async()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert descriptors() == before
 
     worker.fileno()
     run(go())
