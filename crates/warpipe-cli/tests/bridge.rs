@@ -272,15 +272,20 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
         (next(&mut once).1, next(&mut follows).1),
         (b"frame".to_vec(), b"frame".to_vec())
     );
+    // Beside the other one: the importer waits for each of its subscribers.
+    let follows = std::thread::spawn(move || {
+        let stream = Device::host().stream().unwrap();
+        let samples = std::iter::repeat_with(|| follows.receive(&stream, LONG).unwrap());
+        let mut gaps = samples.filter_map(|sample| sample.info().discontinuity);
+        gaps.find(|gap| gap.previous.is_some()).unwrap()
+    });
     first.signal(Signal::KILL);
     first.end();
     let stream = Device::host().stream().unwrap();
     let gone = std::iter::repeat_with(|| once.receive(&stream, LONG)).find_map(Result::err);
     assert!(matches!(gone, Some(Error::PeerGone { .. })), "{gone:?}");
     let _second = pair.near.start(&arguments);
-    let samples = std::iter::repeat_with(|| follows.receive(&stream, LONG).unwrap());
-    let mut gaps = samples.filter_map(|sample| sample.info().discontinuity);
-    let gap = gaps.find(|gap| gap.previous.is_some()).unwrap();
+    let gap = follows.join().unwrap();
     assert_eq!(gap.missing, 0, "another publisher's numbers begin anew");
 }
 
