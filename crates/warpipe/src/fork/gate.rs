@@ -250,8 +250,6 @@ mod tests {
         alone(module_path!(), test, || {
             install();
             on_signal(forks);
-            // SAFETY: ends a process that hangs.
-            unsafe { libc::alarm(60) };
             let is_over = AtomicBool::new(false);
             std::thread::scope(|scope| {
                 let (tell, told) = std::sync::mpsc::channel();
@@ -265,10 +263,12 @@ mod tests {
                 });
                 let thread = told.recv().unwrap();
                 for count in 0..500 {
+                    // SAFETY: ends a process that hangs.
+                    unsafe { libc::alarm(60) };
                     // SAFETY: the thread is joined at the end of the scope.
                     unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
                     while HANDLED.load(Acquire) <= count {
-                        std::hint::spin_loop();
+                        std::thread::yield_now();
                     }
                     (0..count % 1_000).for_each(|_| std::hint::spin_loop());
                 }
