@@ -97,7 +97,7 @@ fn a_greeting_that_is_none_is_refused_with_the_reason() {
                 "an empty packet looks like the end"
             );
             drop(empty);
-            eventually("every descriptor is closed", || descriptors() == before);
+            eventually("every descriptor is closed", || descriptors() <= before);
             assert_delivers(&publisher, &mut good, b"afterwards");
             assert_delivers(
                 &publisher,
@@ -131,7 +131,7 @@ fn a_hello_with_descriptors_is_refused_and_they_are_closed() {
                 let reason = if count == 2 { "closed" } else { "descriptors" };
                 assert!(refusal.contains(reason), "{count}: {refusal:?}");
             }
-            eventually("every descriptor is closed", || descriptors() == before);
+            eventually("every descriptor is closed", || descriptors() <= before);
             assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
         },
     );
@@ -163,7 +163,7 @@ fn a_thousand_garbage_connections_affect_no_subscriber() {
                 let _ = send_raw(&socket, &bytes, &[]);
             }
             eventually("all of them have gone", || {
-                publisher.subscribers().len() == 1 && descriptors() == before
+                publisher.subscribers().len() == 1 && descriptors() <= before
             });
             assert_delivers(&publisher, &mut good, b"afterwards");
             assert_delivers(
@@ -259,7 +259,7 @@ fn a_silent_client_is_refused_in_time_before_and_after_the_hello() {
             assert_eq!(last_word(&silent), None);
             assert_eq!(last_word(&half), None);
             drop((silent, half));
-            eventually("every descriptor is closed", || descriptors() == before);
+            eventually("every descriptor is closed", || descriptors() <= before);
             assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
         },
     );

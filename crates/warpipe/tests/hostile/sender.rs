@@ -599,7 +599,7 @@ fn endless_invalid_messages_after_the_handshake_are_answered_once() {
                 );
                 drop((fake, subscriber, memory));
                 eventually("every descriptor is closed", || {
-                    super::descriptors::descriptors() == before
+                    super::descriptors::descriptors() <= before
                 });
             }
         },
@@ -751,7 +751,7 @@ fn concurrent_writes_to_a_segment_give_samples_inside_the_region_or_errors() {
                 "{samples} samples and {errors} errors: it tests nothing"
             );
             eventually("everything is released", || {
-                super::descriptors::descriptors() == before
+                super::descriptors::descriptors() <= before
             });
             let publisher = scratch.publisher(|it| it);
             assert_delivers(
