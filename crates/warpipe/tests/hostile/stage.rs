@@ -65,18 +65,20 @@ impl Scratch {
     }
 
     pub(super) fn subscriber(&self) -> Subscriber {
-        self.try_subscriber().unwrap()
+        self.subscriber_within(LONG).unwrap()
     }
 
+    /// For an answer that may not come.
     pub(super) fn try_subscriber(&self) -> crate::Result<Subscriber> {
-        Subscriber::open(
-            "a",
-            SubscriberOptions {
-                handshake_timeout: Duration::from_secs(2),
-                ..self.domain.on(&Device::host())
-            },
-            Duration::ZERO,
-        )
+        self.subscriber_within(Duration::from_secs(2))
+    }
+
+    fn subscriber_within(&self, handshake_timeout: Duration) -> crate::Result<Subscriber> {
+        let options = SubscriberOptions {
+            handshake_timeout,
+            ..self.domain.on(&Device::host())
+        };
+        Subscriber::open("a", options, Duration::ZERO)
     }
 
     /// A connection to `a` that has sent nothing yet.
