@@ -11,7 +11,7 @@ use super::SPINS;
 use super::member_monitor::MemberMonitor;
 use super::page::{CREATOR, IN_FLIGHT_MAX, SemaphorePage, WaitProgress, WaitSlot};
 use super::server::{Introduction, MemberPresence, SemaphoreRequest, SemaphoreServer};
-use super::signals::{MemberSignals, wait_until};
+use super::signals::{MemberSignals, Waits, wait_until};
 use crate::backend::StreamOp;
 use crate::backoff::Backoff;
 use crate::device::Device;
@@ -366,7 +366,7 @@ impl LocalSemaphore {
     }
 
     /// The waits of a stream that gets the permit.
-    fn waits(&self, permit: u32) -> Vec<StreamOp> {
+    pub(super) fn waits(&self, permit: u32) -> Waits {
         self.signals.waits(
             permit,
             self.shared_page.in_flight(permit).map(|(_, member)| member),
@@ -376,13 +376,14 @@ impl LocalSemaphore {
     /// Makes the stream wait for the permit's earlier holders.
     pub(super) fn wait(&self, permit: u32, stream: &Stream) -> Result<()> {
         let waits = self.waits(permit);
-        if waits.is_empty() {
+        if waits.ops.is_empty() {
             return Ok(());
         }
         self.signals.streams.record_use(stream);
         // SAFETY: the words lie in pages of this process and one other (or of this one alone),
-        // which are dropped only when this stream, recorded above, is proven to be past them.
-        unsafe { stream.batch(&waits) }
+        // which `waits` keeps, and which are then dropped only when this stream, recorded above, is
+        // proven to be past them.
+        unsafe { stream.batch(&waits.ops) }
     }
 
     /// Promises a release of the permit behind the stream's work, and has the stream signal it,
@@ -391,7 +392,7 @@ impl LocalSemaphore {
     /// stream's work.
     pub(super) fn release(&self, permit: u32, stream: &Stream, is_behind: bool) -> Result<()> {
         let mut before = if is_behind {
-            Vec::new()
+            Waits::default()
         } else {
             self.waits(permit)
         };
@@ -400,8 +401,8 @@ impl LocalSemaphore {
             word.ok_or_else(|| Error::argument("device", "none", "the one it was opened on"))?;
         let value = self.shared_page.promise(permit, self.member);
         // For the CPUs that read the permit: no stream waits for this word.
-        before.push(StreamOp::Signal { word, value });
-        let released = self.signals.release(permit, stream, &before);
+        before.ops.push(StreamOp::Signal { word, value });
+        let released = self.signals.release(permit, stream, &before.ops);
         if released.is_err() {
             self.shared_page.take_back(permit);
         }

@@ -84,6 +84,14 @@ impl PairPage {
     }
 }
 
+/// Waits to be given to a stream that is recorded, and the pages of their words: one that is dropped
+/// meanwhile stays until the stream has them.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    pub(super) ops: Vec<StreamOp>,
+    pages: Vec<Arc<SharedPage>>,
+}
+
 /// A member that this process's streams wait for, and the page on which it signals.
 #[derive(Debug)]
 struct AwaitedMember {
@@ -155,29 +163,23 @@ impl MemberSignals {
 
     /// The waits for a stream that gets `permit`: all releases that `signallers` have promised so
     /// far.
-    pub(super) fn waits(
-        &self,
-        permit: u32,
-        signallers: impl Iterator<Item = u32>,
-    ) -> Vec<StreamOp> {
-        let mut waits: Vec<StreamOp> = Vec::new();
+    pub(super) fn waits(&self, permit: u32, signallers: impl Iterator<Item = u32>) -> Waits {
+        let mut waits = Waits::default();
         for signaller in signallers {
             let wait = if signaller == self.member {
                 let releases = &self.releases[permit as usize];
                 releases.own().wait_op(releases.last())
             } else {
                 self.awaited.locked().get(&signaller).and_then(|awaited| {
+                    let pair_page = &awaited.pair_page;
+                    waits.pages.push(pair_page.page.clone());
                     // No lane reaches a larger value, not even by its end: such a promise is
                     // garbage.
-                    let promised = awaited
-                        .pair_page
-                        .promised(permit)
-                        .load(SeqCst)
-                        .min(VALUE_MAX);
-                    awaited.pair_page.lane(permit).wait_op(promised)
+                    let promised = pair_page.promised(permit).load(SeqCst).min(VALUE_MAX);
+                    pair_page.lane(permit).wait_op(promised)
                 })
             };
-            waits.extend(wait.filter(|wait| !waits.contains(wait)));
+            (waits.ops).extend(wait.filter(|wait| !waits.ops.contains(wait)));
         }
         waits
     }

@@ -9,9 +9,11 @@ use std::sync::mpsc;
 use std::time::Duration;
 use std::time::Instant;
 
+use super::driver_failures::eventually;
 use super::*;
 use crate::error::NameFault;
 use crate::fork::CloseOnForkFd;
+use crate::runtime::fence::Fence;
 use crate::wait::OptionalExtension;
 use crate::wait::Wait;
 use crate::{Device, Domain};
@@ -441,6 +443,36 @@ fn a_member_that_asks_again_and_again_holds_no_more_pages_than_all_members_could
         assert!(start.elapsed() < WAIT);
         std::thread::park_timeout(Duration::from_millis(1));
     }
+}
+
+#[test]
+fn a_page_stays_while_a_stream_is_being_given_waits_on_it() {
+    let (stage, device) = (Stage::new("given"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let (streams, go) = chain(&[&creator, &member, &creator, &member], &device);
+    let signals = creator.local.signals.clone();
+    let number = member.local.member;
+    let pages: Vec<_> = (signals.shared_with(number).iter().map(Arc::downgrade)).collect();
+    let left = || pages.iter().filter(|page| page.strong_count() > 0).count();
+    assert_eq!(
+        left(),
+        2,
+        "one that it signals on, and one that it waits on"
+    );
+    let waits = creator.local.waits(0);
+    drop((go, member));
+    streams
+        .iter()
+        .for_each(|stream| stream.synchronize(WAIT).unwrap());
+    eventually("it has left", || signals.shared_with(number).is_empty());
+    eventually("one page is no longer needed", || left() <= 1);
+    // Behind the other one's turn.
+    let (tell, told) = mpsc::channel();
+    (signals.reactor).call_after(Fence::later(Arc::default()), move || tell.send(()).unwrap());
+    told.recv_timeout(WAIT).unwrap();
+    assert_eq!(left(), 1);
+    drop(waits);
+    eventually("no page is needed", || left() == 0);
 }
 
 #[test]
