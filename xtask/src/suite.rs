@@ -302,17 +302,21 @@ impl Suite<'_> {
                     Some(&folder),
                     long,
                 );
-                for (name, only) in [
-                    ("rings", "refused in time slices"),
-                    ("copies", "copies from and to the host"),
+                let sliced = ("FAKE_CUDA_NO_MPS", "1");
+                // Whatever a stream waits for or writes may go while the driver is being called.
+                let slow = ("FAKE_CUDA_CALL_US", "10000");
+                for (name, only, (variable, value)) in [
+                    ("rings", "refused in time slices", sliced),
+                    ("copies", "copies from and to the host", sliced),
+                    ("deaths", "killed", slow),
                 ] {
-                    let sliced = Task::new(self.workspace.target.join("debug/conformance"))
+                    let some = Task::new(self.workspace.target.join("debug/conformance"))
                         .args(["--backend", "cuda", "--only", only])
                         .env("LD_LIBRARY_PATH", &folder)
-                        .env("FAKE_CUDA_NO_MPS", "1");
+                        .env(variable, value);
                     self.program(
-                        &format!("{name}, cuda over the fake driver without MPS"),
-                        sliced,
+                        &format!("{name}, cuda over the fake driver, {variable}={value}"),
+                        some,
                         TEST_LIMIT,
                         Dialect::LastLine,
                     );

@@ -14,6 +14,7 @@ pub struct Config {
     /// This process is a client of MPS.
     pub mps: bool,
     pub delay: Duration,
+    pub call: Duration,
     /// Function, call and code of each.
     pub failures: Vec<(String, u64, i32)>,
 }
@@ -33,6 +34,7 @@ pub fn get() -> &'static Config {
             peers: std::env::var_os("FAKE_CUDA_NO_PEER").is_none(),
             mps: std::env::var_os("FAKE_CUDA_NO_MPS").is_none(),
             delay: Duration::from_micros(number("FAKE_CUDA_DELAY_US").unwrap_or(0)),
+            call: Duration::from_micros(number("FAKE_CUDA_CALL_US").unwrap_or(0)),
             failures: std::env::var("FAKE_CUDA_FAIL")
                 .map(|text| failures(&text))
                 .unwrap_or_default(),

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use crate::capture::{self, Capture};
 use crate::status::*;
 use crate::work::Work;
-use crate::{device, host, memory};
+use crate::{config, device, host, memory};
 
 /// The code of the first work that failed: every later call on streams returns it.
 static FAULT: AtomicI32 = AtomicI32::new(0);
@@ -352,6 +352,7 @@ impl Operation {
 
 fn enqueue(stream: *mut c_void, operations: &[Operation]) -> Outcome {
     let stream = find_for_work(stream)?;
+    std::thread::sleep(config::get().call);
     // All are checked before one is enqueued: a batch is taken whole or not at all.
     let work: Outcome<Vec<Work>> = operations
         .iter()
