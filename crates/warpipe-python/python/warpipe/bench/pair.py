@@ -197,7 +197,11 @@ class _Pair:
 
     def deaths(self) -> list[str]:
         """Which of the two died. What the other one says may only follow from that, and come a moment sooner."""
-        connection.wait([child.sentinel for child in self.children], DEATH_SECONDS)
+        ended = connection.wait([child.sentinel for child in self.children], DEATH_SECONDS)
+        for child in self.children:
+            if child.sentinel in ended:
+                # A process closes its files, this one too, before it has an exit code.
+                child.join(END_SECONDS)
         codes = [(name, child.exitcode) for name, child in zip("AB", self.children)]
         return [f"{name} ended with exit code {code}" for name, code in codes if code is not None]
 
