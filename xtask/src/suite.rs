@@ -303,7 +303,7 @@ impl Suite<'_> {
                     long,
                 );
                 let sliced = ("FAKE_CUDA_NO_MPS", "1");
-                // Whatever a stream waits for or writes may go while the driver is being called.
+                // A peer may die, and its memory go, while the driver is being called.
                 let slow = ("FAKE_CUDA_CALL_US", "10000");
                 for (name, only, (variable, value)) in [
                     ("rings", "refused in time slices", sliced),

@@ -14,6 +14,7 @@ pub struct Config {
     /// This process is a client of MPS.
     pub mps: bool,
     pub delay: Duration,
+    /// How long a call takes that has a stream wait for words or write them.
     pub call: Duration,
     /// Function, call and code of each.
     pub failures: Vec<(String, u64, i32)>,

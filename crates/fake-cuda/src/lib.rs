@@ -30,7 +30,7 @@
 //! | `FAKE_CUDA_NO_MPS` | if set, this process is no client of MPS |
 //! | `FAKE_CUDA_FAIL` | `function:call:code,...`: that call of that function, from 1, returns that code |
 //! | `FAKE_CUDA_DELAY_US` | a stream waits this long before each word it writes |
-//! | `FAKE_CUDA_CALL_US` | a call that gives a stream words to wait for or to write takes this long |
+//! | `FAKE_CUDA_CALL_US` | a call that has a stream wait for words or write them takes this long |
 //!
 //! A program can also make any of its own calls hang, fail or be counted while it runs: see
 //! `control.rs`.

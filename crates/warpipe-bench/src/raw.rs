@@ -199,7 +199,8 @@ impl Words {
 
 impl Drop for Words {
     fn drop(&mut self) {
-        // The thread that is a host's stream looks for sleepers behind the store that was awaited.
+        // A host's stream is a thread, which reads the word's sleepers after the store that was
+        // awaited: the memory stays mapped.
         if self.device.info().id.kind == DeviceKind::Host {
             return;
         }

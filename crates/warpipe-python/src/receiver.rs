@@ -30,7 +30,7 @@ use crate::wait::{
 /// The default limit of a subscriber's receive.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a try waits for another thread's: one that has the endpoint for longer waits for an item.
+/// How long a try waits for another thread's call. A call that lasts longer waits for an item.
 const TURN: Duration = Duration::from_millis(1);
 
 /// The library's endpoint.

@@ -68,7 +68,7 @@ pub(super) struct LocalSemaphore {
 struct Connecting {
     /// The members that a thread is at, which is an owner of the semaphore.
     members: BTreeSet<u32>,
-    /// Why the last one that failed did, until a caller is told.
+    /// Why the last failed attempt failed, until a caller is told.
     error: Option<Error>,
 }
 

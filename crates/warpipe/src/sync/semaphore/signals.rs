@@ -84,8 +84,8 @@ impl PairPage {
     }
 }
 
-/// Waits to be given to a stream that is recorded, and the pages of their words: one that is dropped
-/// meanwhile stays until the stream has them.
+/// Waits for a stream, and the pages of their words: each stays mapped until the stream, which was
+/// recorded before, has been given the waits.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     pub(super) ops: Vec<StreamOp>,
